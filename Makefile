@@ -1,0 +1,35 @@
+# Every target makes what it needs; the second time is quick. `make setup PYTHON=python3.12` picks the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup test demo lint types docs-tables clean
+
+setup: $(VENV)/.installed
+
+# torch goes first and by its exact version: other forms of the request may bring gigabytes of GPU libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+demo: setup
+	$(BIN)/python examples/observe_weights.py
+
+docs-tables: setup
+	$(BIN)/python tools/write_docs_tables.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

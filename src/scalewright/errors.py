@@ -1,0 +1,60 @@
+"""Every exception that Scalewright raises on purpose.
+
+    ScalewrightError
+    ├── LayoutError            (ValueError)      a tensor and a strategy do not fit together
+    ├── NonFiniteError         (ValueError)      NaN or Inf where a number is needed
+    ├── KnobError              (ValueError)      an observer's knob is unknown or out of range
+    ├── ImportanceError        (ValueError)      importance was demanded and is missing or unusable
+    ├── UnknownObserverError   (KeyError)        no observer has that name
+    ├── NoStatisticsError      (AssertionError)  qparams were asked for before anything was seen
+    └── MergeError             (ValueError)      statistics that do not belong together
+
+A message reads ``<where>: <what is wrong, with both numbers>. <what to do>.`` Deep code raises the short
+fact; whoever knows the place adds it once, with `at`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="ScalewrightError")
+
+
+class ScalewrightError(Exception):
+    """Base of all errors that are about what the user gave, not about our own mistakes."""
+
+    # KeyError would show its message quoted; ours are sentences.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def at(self: _Error, where: str) -> _Error:
+        """The same error, saying where it happened."""
+        return type(self)(f"{where}: {self}")
+
+
+class LayoutError(ScalewrightError, ValueError):
+    """A tensor's shape, its base name and the quantisation strategy do not fit together."""
+
+
+class NonFiniteError(ScalewrightError, ValueError):
+    """NaN or Inf in a tensor that scales are to be computed from."""
+
+
+class KnobError(ScalewrightError, ValueError):
+    """A keyword that an observer does not have, or a value outside its bounds."""
+
+
+class ImportanceError(ScalewrightError, ValueError):
+    """A strict importance-weighted observer has no usable importance."""
+
+
+class UnknownObserverError(ScalewrightError, KeyError):
+    """A name that is not in the observer registry."""
+
+
+class NoStatisticsError(ScalewrightError, AssertionError):
+    """Quantisation parameters were asked for before a value was observed."""
+
+
+class MergeError(ScalewrightError, ValueError):
+    """Two sets of statistics that cannot be made one."""

@@ -1,0 +1,67 @@
+"""The numbers that a format can hold: int2 to int8, e2m1 (FP4), e2m3 (FP6), e4m3 (FP8).
+
+A grid knows its ends and how to round to itself, half to even as the hardware does. It knows nothing of scales:
+`round_` takes values that are already divided by their scale (and moved by their zero point).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from torch import Tensor
+
+from scalewright.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of one format, from `low` to `high`; `mantissa_bits` is None for integers."""
+
+    name: str
+    low: float
+    high: float
+    mantissa_bits: int | None = None
+
+    def round_(self, x: Tensor) -> Tensor:
+        """Round fp32 `x` in place to the nearest number of this grid, saturating at its ends."""
+        x.clamp_(self.low, self.high)
+        if self.mantissa_bits is None:
+            return x.round_()
+        if self is E4M3:
+            x.copy_(x.to(torch.float8_e4m3fn))
+            return x
+        # A float of two exponent bits has three spacings: one below 2, twice it below 4, four times it above.
+        magnitude = x.abs()
+        spacing = torch.where(magnitude < 2, 1.0, torch.where(magnitude < 4, 2.0, 4.0)).mul_(self.smallest)
+        x.div_(spacing).round_().mul_(spacing)
+        return x
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number: the spacing around zero."""
+        if self.mantissa_bits is None:
+            return 1.0
+        return 2.0**-9 if self is E4M3 else 2.0**-self.mantissa_bits
+
+    def numbers(self) -> Tensor:
+        """All numbers of the grid, ascending, in fp32."""
+        steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1)
+        return torch.unique(self.round_(steps * self.smallest))
+
+
+E2M1 = Grid("e2m1", -6.0, 6.0, 1)
+E2M3 = Grid("e2m3", -7.5, 7.5, 3)
+E4M3 = Grid("e4m3", -448.0, 448.0, 3)
+_FLOATS = {4: E2M1, 6: E2M3, 8: E4M3}
+
+
+def grid_of(args: QuantizationArgs) -> Grid:
+    """The grid that `args` quantises to."""
+    if args.type == QuantizationType.FLOAT:
+        if args.num_bits not in _FLOATS:
+            raise LayoutError(f"there is no float format of {args.num_bits} bits. Use 4, 6 or 8 bits, or type int")
+        return _FLOATS[args.num_bits]
+    half = 2 ** (args.num_bits - 1)
+    return Grid(f"int{args.num_bits}", -half, half - 1)

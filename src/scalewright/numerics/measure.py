@@ -1,0 +1,53 @@
+"""What a quantisation loses: the error measures that the search, the report and the tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scalewright.numerics.grids import Grid
+
+
+def quantize_dequantize_(x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid) -> Tensor:
+    """Round fp32 `x` in place to what it will be read back as; scale and zero point broadcast against it."""
+    x.div_(scale)
+    if zero_point is None:
+        return grid.round_(x).mul_(scale)
+    return grid.round_(x.add_(zero_point)).sub_(zero_point).mul_(scale)
+
+
+def abs_power_(d: Tensor, norm: float) -> Tensor:
+    """`|d| ** norm` in place."""
+    if norm == 2:
+        return d.square_()
+    d.abs_()
+    return d if norm == 1 else d.pow_(norm)
+
+
+def summed_error(
+    x_NQG: Tensor,
+    scale_Q: Tensor,
+    zero_point_Q: Tensor | None,
+    grid: Grid,
+    *,
+    norm: float = 2.0,
+    weights_NQG: Tensor | None = None,
+) -> Tensor:
+    """`sum over G of w * |dequantised - x| ** norm`, in fp32; scale and zero point have the shape of Q.
+
+    `weights_NQG` broadcasts against `x_NQG`. fp32 `x_NQG` is not changed.
+    """
+    x_NQG = x_NQG.float()
+    zero_point = None if zero_point_Q is None else zero_point_Q.float().unsqueeze(-1)
+    d = quantize_dequantize_(x_NQG.clone(), scale_Q.float().unsqueeze(-1), zero_point, grid).sub_(x_NQG)
+    abs_power_(d, norm)
+    if weights_NQG is not None:
+        d.mul_(weights_NQG)
+    return d.sum(dim=-1)
+
+
+def sqnr_db(original: Tensor, quantized: Tensor) -> float:
+    """Signal to quantisation noise in decibels, computed in float64; infinite when nothing was lost."""
+    signal = original.double().square().sum()
+    noise = (original.double() - quantized.double()).square().sum()
+    return float(10 * torch.log10(signal / noise))

@@ -1,0 +1,75 @@
+"""The scales that a format can hold, and the qparams that will really be stored.
+
+compressed-tensors computes every qparam; this file calls it in fp32 whatever the tensor's dtype was, and mends
+what it leaves broken at the edges of the number range:
+
+- a range whose width overflows fp32 (its scale would be infinite) is computed in float64;
+- a group that is tiny beside the largest one (its scale would be flushed to zero, and the group with it) gets the
+  smallest scale that the format has. compressed-tensors' own answer, an epsilon of 0.125 in e4m3, is so much larger
+  than the group that all of it rounds to zero;
+- a scale that only the cast to fp16 or bf16 would flush gets the smallest number of that dtype;
+- a position that saw nothing but zeros has the zero point 0 (0/0 is not a zero point).
+
+So scales are always finite and positive.
+"""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torch import Tensor
+
+# The largest group's scale is 448 under a global scale; this is the smallest that e4m3 has.
+E4M3_SMALLEST = 2.0**-9
+
+
+def stored_dtype(observed: torch.dtype, args: QuantizationArgs) -> torch.dtype:
+    """The dtype that carries a scale: the tensor's own, or fp32 where the format has scales of its own (e4m3, e8m0)."""
+    if args.scale_dtype is None and observed in (torch.float16, torch.bfloat16):
+        return observed
+    return torch.float32
+
+
+def stored_qparams(
+    lo_Q: Tensor,
+    hi_Q: Tensor,
+    args: QuantizationArgs,
+    *,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, as they will be stored, of the ranges `[lo, hi]` (fp32, any shape)."""
+    scale, zero_point = calculate_qparams(lo_Q, hi_Q, args, global_scale)
+    overflows = ~torch.isfinite(scale)
+    if bool(overflows.any()):
+        wide_scale, wide_point = calculate_qparams(lo_Q.double(), hi_Q.double(), args, global_scale)
+        scale = torch.where(overflows, wide_scale.float(), scale)
+        zero_point = torch.where(overflows, wide_point, zero_point)
+    is_zero = (lo_Q >= 0) & (hi_Q <= 0)
+    if args.scale_dtype == torch.float8_e4m3fn:
+        raw = torch.maximum(lo_Q.abs(), hi_Q.abs()) / 6
+        raw = raw if global_scale is None else raw * global_scale
+        is_flushed = ~is_zero & (raw.to(torch.float8_e4m3fn).float() == 0)
+        scale = scale.masked_fill(is_flushed.reshape(scale.shape), E4M3_SMALLEST)
+    if not args.symmetric and bool(is_zero.any()):
+        zero_point = torch.where(is_zero.reshape(zero_point.shape), torch.zeros_like(zero_point), zero_point)
+    return round_scale(scale, dtype), zero_point
+
+
+def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale` in `dtype`, never rounded to zero or to infinity."""
+    finfo = torch.finfo(dtype)
+    return scale.clamp(finfo.smallest_normal * finfo.eps, finfo.max).to(dtype)
+
+
+def global_scale_of(absmax: Tensor) -> Tensor:
+    """The divisor that brings the largest group scale of a tensor to 448, the end of e4m3: 448 * 6 / absmax."""
+    absmax = absmax.reshape(1).float()
+    global_scale: Tensor = generate_gparam(-absmax, absmax)
+    return global_scale
+
+
+def effective_scale(scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """What a code is multiplied with, in fp32: the stored scale, divided by the global one if there is any."""
+    return scale.float() if global_scale is None else scale.float() / global_scale

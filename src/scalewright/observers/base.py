@@ -1,0 +1,390 @@
+"""What all observers share: how a value becomes statistics, and statistics become qparams.
+
+An observer watches one tensor of one module: a weight, an activation or an attention state. `observer(value)` folds
+a value into statistics, which are plain attributes; `get_qparams()` turns them into scale, zero point and global
+scale, and changes nothing. A child class says how statistics are updated; everything else is here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.registry import RegistryMixin
+from compressed_tensors.utils import InternalModule
+from torch import Tensor
+
+from scalewright.errors import (
+    LayoutError,
+    MergeError,
+    NonFiniteError,
+    NoStatisticsError,
+    ScalewrightError,
+    UnknownObserverError,
+)
+from scalewright.numerics import layout
+from scalewright.numerics.scales import global_scale_of, stored_dtype, stored_qparams
+from scalewright.observers.knobs import Knob, KnobValue, parse_knobs
+from scalewright.observers.merging import Rule, merge_statistics, sync_statistics
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class QParamsDict(TypedDict):
+    """What an observer finds: everything that is stored for one quantised tensor."""
+
+    scale: Tensor
+    zero_point: Tensor
+    global_scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The value that an observer is looking at just now: flattened, and what is known of it."""
+
+    x_NQG: Tensor
+    range: tuple[Tensor, Tensor]
+    shape: tuple[int, ...]
+    g_idx: Tensor | None
+
+
+class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
+    """Watches the values of one tensor and finds the qparams that lose least.
+
+    `base_name` is what is watched: "weight", "input", "output", "q", "k" or "v". Further keywords are the knobs of
+    the class, which may also stand in `args.observer_kwargs`; `args` itself is never changed.
+
+    A child implements `update_statistics_from_observed`, which sets `min_vals` and `max_vals` (fp32, qparam_shape),
+    and declares its `knobs`, how its statistics merge, and whether the order of batches matters to it.
+    """
+
+    registry_requires_subclass = True
+
+    knobs: ClassVar[tuple[Knob, ...]] = ()
+    """What a user may turn; each becomes an attribute of the same name."""
+
+    merge_rules: ClassVar[Mapping[str, Rule]] = {"min_vals": "min", "max_vals": "max"}
+    """How two observers' statistics become one, for each attribute that is a statistic."""
+
+    ordered: ClassVar[bool] = False
+    """Whether seeing the same batches in another order gives other statistics."""
+
+    strategies: ClassVar[tuple[str, ...]] = ()
+    """The strategies that the class can serve; empty for all that the base name allows."""
+
+    registry_name: ClassVar[str] = "observer"
+
+    min_vals: Tensor | None
+    max_vals: Tensor | None
+
+    def __init__(
+        self,
+        base_name: str = "weight",
+        args: QuantizationArgs | None = None,
+        *,
+        quantization_args: QuantizationArgs | None = None,
+        **observer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        given = args if args is not None else quantization_args
+        if not isinstance(given, QuantizationArgs) or (args is not None and quantization_args is not None):
+            raise TypeError(
+                f"{type(self).__name__} takes a base name and QuantizationArgs, as args= or quantization_args=; "
+                f"got base_name={base_name!r}, args={args!r}, quantization_args={quantization_args!r}."
+            )
+        knob_values = {**(given.observer_kwargs or {}), **observer_kwargs}
+        self.base_name = base_name
+        self.args = given.model_copy(deep=True, update={"observer_kwargs": knob_values})
+        self.label: str | None = None
+        """Where the observed tensor lives, such as a module's name: error texts and notes begin with it."""
+        self._fused_observers: set[Observer] = set()
+        self._current: Observed | None = None
+        for name, value in parse_knobs(self.registry_name, self.knobs, knob_values).items():
+            self._set_knob(name, value)
+        self.reset()
+
+    def _set_knob(self, name: str, value: KnobValue) -> None:
+        setattr(self, name, value)
+
+    # ---- the registry ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register(cls, name: str | None = None, alias: list[str] | str | None = None) -> Callable[[_Class], _Class]:
+        """Decorator that puts a class into the registry under `name`."""
+
+        def decorator(value: _Class) -> _Class:
+            cls.register_value(value, name=name or value.__name__, alias=alias)
+            value.registry_name = name or value.__name__  # type: ignore[attr-defined]
+            return value
+
+        return decorator
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> type[Observer]:
+        """The class registered under `name`; case, hyphens, underscores and spaces do not matter."""
+        # A path such as "file.py:Class", which RegistryMixin would import and run, is a name like any other here:
+        # recipes come from strangers.
+        known = {_squeeze(each): each for each in [*Observer.registered_names(), *Observer.registered_aliases()]}
+        found = known.get(_squeeze(name)) if isinstance(name, str) else None
+        if found is None:
+            names = sorted(each.replace("-", "_") for each in Observer.registered_names())
+            close = get_close_matches(str(name).lower().replace("-", "_"), names, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise UnknownObserverError(f"there is no observer '{name}'.{hint} Observers: {', '.join(names)}.")
+        value: type[Observer] = super(Observer, Observer).get_value_from_registry(found)
+        return value
+
+    # ---- a module's observer -----------------------------------------------------------------------------------
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Called when the observer begins to watch `module`; a child may register hooks here."""
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Called when the observer stops watching `module`; whatever `attach` left there is taken away."""
+
+    # ---- statistics --------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything that was seen; knobs and fused partners stay."""
+        self.min_vals = None
+        self.max_vals = None
+        self.num_observed = 0
+        self._observed_dtype: torch.dtype | None = None
+        self._synced: dict[str, Tensor | int] = {}
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether qparams can be computed."""
+        return self.min_vals is not None and self.max_vals is not None
+
+    @property
+    def num_observed_tokens(self) -> int:
+        """How many tokens were seen, masked ones not counted; 0 for a weight."""
+        return 0 if self.base_name == "weight" else self.num_observed
+
+    @property
+    def quantization_args(self) -> QuantizationArgs:
+        """Another name for `args`."""
+        return self.args
+
+    @torch.no_grad()
+    def forward(self, observed: Tensor, g_idx: Tensor | None = None, *, mask: Tensor | None = None) -> Observer:
+        """Fold `observed` into the statistics and return self; unpacking the result gives scale and zero point.
+
+        `mask` is zero for tokens to leave out ([batch, sequence], as an attention mask); `g_idx` names the group of
+        each column of a weight. A tensor without elements, or without tokens that count, changes nothing.
+        """
+        if not isinstance(observed, Tensor):
+            raise TypeError(f"{self._where}: an observer watches tensors, got {type(observed).__name__}.")
+        try:
+            self._observe(observed.detach(), g_idx, mask)
+        except ScalewrightError as error:
+            raise error.at(self._where) from None
+        return self
+
+    def _observe(self, observed: Tensor, g_idx: Tensor | None, mask: Tensor | None) -> None:
+        self._check_strategy()
+        if observed.numel() == 0:
+            return
+        values = observed if observed.dtype in _NATIVE_DTYPES else observed.float()
+        keep = None if mask is None else layout.align_mask(mask, observed, self.base_name)
+        if keep is not None:
+            if not bool(keep.any()):
+                return
+            if not bool(keep.all()):
+                values = layout.drop_masked_tokens(values, self.base_name, self.args, keep)
+        x_NQG = layout.flatten_for_calibration(values, self.base_name, self.args, g_idx=g_idx)
+        lo_Q, hi_Q = layout.min_max(x_NQG)
+        if not bool((torch.isfinite(lo_Q) & torch.isfinite(hi_Q)).all()):
+            raise _non_finite(observed, keep, self.base_name)
+        self._check_same_shape(lo_Q.shape)
+        self._current = Observed(x_NQG, (lo_Q, hi_Q), tuple(observed.shape), g_idx)
+        try:
+            self.update_statistics_from_observed(x_NQG)
+        finally:
+            self._current = None
+        self._observed_dtype = observed.dtype
+        self.num_observed += 1 if self.base_name == "weight" else self._count_tokens(observed, keep)
+
+    @abstractmethod
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Fold `observed`, of shape (num_observations, *qparam_shape, group_size), into the statistics.
+
+        It has an element at least, and no NaN or Inf. Statistics are fp32 (or counts) whatever its dtype.
+        """
+        raise NotImplementedError
+
+    def range_of(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and largest value of `observed` at each qparam position, fp32; `forward` knows them already."""
+        if self._current is not None and self._current.x_NQG is observed:
+            return self._current.range
+        return layout.min_max(observed)
+
+    def current_range(self) -> tuple[Tensor, Tensor] | None:
+        """`min_vals` and `max_vals`; None when nothing was seen."""
+        return None if self.min_vals is None or self.max_vals is None else (self.min_vals, self.max_vals)
+
+    # ---- qparams -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_qparams(self) -> QParamsDict:
+        """Scale, zero point and (TENSOR_GROUP only) global scale from the statistics, which do not change.
+
+        Fused partners share one global scale, so all of them must have seen something.
+        """
+        self._check_has_statistics()
+        global_scale = self.get_global_scale()
+        lo_Q, hi_Q = self.chosen_range(global_scale)
+        scale, zero_point = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
+        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Scale and zero point: `scale, zero_point = observer(value)`."""
+        qparams = self.get_qparams()
+        return iter((qparams["scale"], qparams["zero_point"]))
+
+    def chosen_range(self, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The range that the qparams are computed from, given the global scale; statistics are there."""
+        assert self.min_vals is not None and self.max_vals is not None
+        return self.min_vals.float(), self.max_vals.float()
+
+    def absmax(self) -> Tensor:
+        """The largest magnitude that was seen, which the global scale is made from; statistics are there."""
+        assert self.min_vals is not None and self.max_vals is not None
+        return torch.maximum(-self.min_vals.min(), self.max_vals.max()).float()
+
+    def get_global_scale(self) -> Tensor | None:
+        """The global scale of this observer and its fused partners, shape (1,); None unless TENSOR_GROUP."""
+        if layout.strategy_of(self.args) != "tensor_group":
+            return None
+        self._check_has_statistics()
+        unseen = sum(not each.has_statistics for each in self._fused_observers)
+        if unseen:
+            raise NoStatisticsError(
+                "All fused observers must be run before get_qparams: "
+                f"{unseen} of {len(self._fused_observers) + 1} have seen nothing."
+            )
+        absmax = self.absmax()
+        for each in self._fused_observers:
+            absmax = torch.maximum(absmax, each.absmax().to(absmax.device))
+        return global_scale_of(absmax)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of the scale: that of the observed tensor if it is bf16 or fp16, else fp32."""
+        return stored_dtype(self._observed_dtype or torch.float32, self.args)
+
+    def notes(self) -> list[str]:
+        """What a user should know: nothing seen, dead positions, fall-backs. Empty when all is well."""
+        if not self.has_statistics:
+            return [f"{self._where}: nothing was observed, so there are no qparams."]
+        assert self.min_vals is not None and self.max_vals is not None
+        num_dead = int(((self.min_vals >= 0) & (self.max_vals <= 0)).sum())
+        if not num_dead:
+            return []
+        total = self.min_vals.numel()
+        return [
+            f"{self._where}: {num_dead} of {total} qparam positions saw nothing but zeros; their scale is a stand-in."
+        ]
+
+    # ---- more than one observer --------------------------------------------------------------------------------
+
+    @staticmethod
+    def fuse(observers: Iterable[Observer]) -> None:
+        """Link observers whose tensors a loader merges into one: they share a global scale."""
+        group = list(observers)
+        for each in group:
+            each._fused_observers.update(other for other in group if other is not each)
+
+    @torch.no_grad()
+    def merge(self, other: Observer) -> Observer:
+        """Fold what `other` saw into this observer, as if this one had seen both; returns self."""
+        if type(other) is not type(self) or other.args != self.args or other.base_name != self.base_name:
+            raise MergeError(
+                f"{self._where}: {type(other).__name__} of '{other.base_name}' cannot be merged into "
+                f"{type(self).__name__} of '{self.base_name}'. Merge observers of one class with equal arguments."
+            )
+        merge_statistics(self, other)
+        return self
+
+    def sync_activation_stats(self) -> list[torch.distributed.Work]:
+        """Make the statistics of all ranks one, on every rank; a no-op without a process group.
+
+        Every rank calls it for the same observers in the same order, whether it has seen anything or not. The work
+        is done on return, so the list of pending handles is empty. Calling it twice changes nothing more.
+        """
+        sync_statistics([self])
+        return []
+
+    def statistics_replaced(self) -> None:
+        """Called after a merge or a sync has put other statistics in place; whatever was derived from them is stale."""
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return self.label or self.base_name
+
+    def _check_strategy(self) -> None:
+        layout.check_strategy(self.base_name, self.args)
+        if self.strategies and layout.strategy_of(self.args) not in self.strategies:
+            raise LayoutError(
+                f"observer '{self.registry_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
+                f"It serves: {', '.join(self.strategies)}"
+            )
+
+    def _check_has_statistics(self) -> None:
+        if not self.has_statistics:
+            error = NoStatisticsError("No statistics available. Call observer(value) first.")
+            raise error.at(self.label) if self.label else error
+
+    def _check_same_shape(self, shape: Sequence[int]) -> None:
+        before = self.min_vals
+        if before is not None and self.remembers and tuple(before.shape) != tuple(shape):
+            raise LayoutError(
+                f"this value has qparams of shape {tuple(shape)}, and what was seen before has {tuple(before.shape)}. "
+                "Give values of one shape, or reset() in between"
+            )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a value joins what was seen before, or takes its place."""
+        return True
+
+    def _count_tokens(self, observed: Tensor, keep: Tensor | None) -> int:
+        return (
+            int(keep.sum())
+            if keep is not None
+            else int(torch.Size(layout.tokens_shape(observed, self.base_name)).numel())
+        )
+
+
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _squeeze(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def _non_finite(observed: Tensor, keep: Tensor | None, base_name: str) -> NonFiniteError:
+    """The error for a tensor with NaN or Inf in it: how many, and where the first is."""
+    values = observed.float() if not observed.is_floating_point() else observed
+    counted = torch.ones_like(values, dtype=torch.bool)
+    if keep is not None:
+        counted &= (keep.unsqueeze(1) if base_name in layout.ATTENTION else keep).unsqueeze(-1)
+    num_nan, num_inf = int((values.isnan() & counted).sum()), int((values.isinf() & counted).sum())
+    bad = (values.isnan() | values.isinf()) & counted
+    if not bool(bad.any()):
+        return NonFiniteError(
+            f"values of {values.dtype} go beyond fp32, whose largest number is 3.4e38. Scale them down."
+        )
+    first = tuple(int(i) for i in bad.nonzero()[0])
+    return NonFiniteError(
+        f"{num_nan} NaN and {num_inf} Inf among {values.numel()} values, the first at index {first}. "
+        "No scale can be computed from them: mend the tensor, or leave this layer out."
+    )

@@ -1,0 +1,126 @@
+"""Observers of activations over one lossless record of all values: how often each bf16 code was seen.
+
+They are order-free, merge exactly over batches and ranks, and need the same memory however many tokens pass. The
+range is chosen when qparams are asked for; `min_vals` and `max_vals` are the true extremes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from scalewright.numerics.grids import grid_of
+from scalewright.numerics.histogram import code_values, count_codes, entropy_threshold, range_holding
+from scalewright.numerics.search import search_range, shrink_candidates
+from scalewright.observers.base import Observer
+from scalewright.observers.knobs import Knob
+from scalewright.observers.merging import Rule
+from scalewright.observers.minmax import Range, Widening
+
+# Q qparam positions, C codes in order of their value.
+
+
+class HistogramObserver(Widening):
+    """`counts` (*qparam_shape, 65536), int64: how often each bf16 value was seen, in ascending order of the values."""
+
+    strategies: ClassVar[tuple[str, ...]] = ("tensor", "attn_head")
+    merge_rules: ClassVar[Mapping[str, Rule]] = {**Widening.merge_rules, "counts": "sum"}
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self.counts: Tensor | None = None
+
+    @override
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        counts = count_codes(observed)
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.min_vals, self.max_vals = self.fold(self.current_range(), *self.range_of(observed))
+
+    @override
+    def chosen_range(self, global_scale: Tensor | None) -> Range:
+        if self.counts is None:  # the extremes were set by hand
+            return super().chosen_range(global_scale)
+        values_C = code_values(self.counts.device)
+        found = [self.range_from(counts_C, values_C) for counts_C in self.counts.reshape(-1, len(values_C))]
+        lo_Q, hi_Q = (torch.stack(ends).reshape(self.counts.shape[:-1]) for ends in zip(*found, strict=True))
+        return lo_Q, hi_Q
+
+    @abstractmethod
+    def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
+        """The range of one position, two fp32 scalars, from the counts of its values."""
+        raise NotImplementedError
+
+
+@Observer.register("percentile")
+class PercentileObserver(HistogramObserver):
+    """The narrowest range that holds `percentile` percent of all values."""
+
+    knobs: ClassVar[tuple[Knob, ...]] = (
+        Knob("percentile", 99.99, "percent of all values that the range holds", above=0, high=100),
+    )
+    percentile: float
+
+    @override
+    def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
+        return range_holding(counts_C, values_C, self.percentile, symmetric=self.args.symmetric)
+
+
+@Observer.register("entropy")
+class EntropyObserver(HistogramObserver):
+    """The clipping magnitude at which the quantised distribution of |x| diverges least (KL) from the true one."""
+
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("bins", 2048, "bins that |x| is sorted into", low=256, high=65536),)
+    bins: int
+
+    @override
+    def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
+        threshold = entropy_threshold(counts_C, values_C, grid_of(self.args), num_bins=self.bins)
+        seen = values_C[counts_C > 0]
+        return torch.maximum(seen.min(), -threshold), torch.minimum(seen.max(), threshold)
+
+
+@Observer.register("histogram_mse")
+class HistogramMSEObserver(HistogramObserver):
+    """The range with the least error over all values that were seen; the two ends of an affine range move apart."""
+
+    knobs: ClassVar[tuple[Knob, ...]] = (
+        Knob("maxshrink", 0.95, "how far the range may shrink, as a share of it", low=0, high=1),
+        Knob("grid", 200.0, "steps that the whole range is cut into", above=0),
+        Knob("norm", 2.0, "power of the error that is summed", above=0),
+    )
+    maxshrink: float
+    grid: float
+    norm: float
+
+    @override
+    def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
+        is_seen = counts_C > 0
+        values, weights = values_C[is_seen].reshape(1, 1, -1), counts_C[is_seen].float().reshape(1, 1, -1)
+        extremes = (values.amin().reshape(1), values.amax().reshape(1))
+
+        def search(candidates_K2: Tensor) -> tuple[Tensor, Range]:
+            found = search_range(
+                values,
+                *extremes,
+                self.args,
+                candidates_K2=candidates_K2,
+                norm=self.norm,
+                weights_NQG=weights,
+                dtype=self.scale_dtype,
+            )
+            return candidates_K2[found.best_Q.cpu()][0], (found.lo_Q, found.hi_Q)
+
+        together = shrink_candidates(maxshrink=self.maxshrink, grid=self.grid)
+        factors, best = search(together)
+        if not self.args.symmetric:
+            for end in (0, 1, 0, 1):  # each end in turn, the other held fast
+                candidates_K2 = factors.repeat(len(together), 1)
+                candidates_K2[:, end] = together[:, end]
+                factors, best = search(candidates_K2)
+        return best[0].reshape(()), best[1].reshape(())
