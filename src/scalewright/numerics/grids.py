@@ -48,7 +48,8 @@ class Grid:
     def numbers(self) -> Tensor:
         """All numbers of the grid, ascending, in fp32."""
         steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1)
-        return torch.unique(self.round_(steps * self.smallest))
+        numbers: Tensor = torch.unique(self.round_(steps * self.smallest))
+        return numbers
 
 
 E2M1 = Grid("e2m1", -6.0, 6.0, 1)
