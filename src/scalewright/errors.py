@@ -5,6 +5,7 @@
     ├── NonFiniteError         (ValueError)      NaN or Inf where a number is needed
     ├── KnobError              (ValueError)      an observer's knob is unknown or out of range
     ├── ImportanceError        (ValueError)      importance was demanded and is missing or unusable
+    ├── RegistrationError      (ValueError)      a class that cannot be registered under that name
     ├── UnknownObserverError   (KeyError)        no observer has that name
     ├── NoStatisticsError      (AssertionError)  qparams were asked for before anything was seen
     └── MergeError             (ValueError)      statistics that do not belong together
@@ -15,6 +16,8 @@ fact; whoever knows the place adds it once, with `at`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TypeVar
 
 _Error = TypeVar("_Error", bound="ScalewrightError")
@@ -48,6 +51,10 @@ class ImportanceError(ScalewrightError, ValueError):
     """A strict importance-weighted observer has no usable importance."""
 
 
+class RegistrationError(ScalewrightError, ValueError):
+    """A name that another class has already, or a class that is no observer."""
+
+
 class UnknownObserverError(ScalewrightError, KeyError):
     """A name that is not in the observer registry."""
 
@@ -58,3 +65,9 @@ class NoStatisticsError(ScalewrightError, AssertionError):
 
 class MergeError(ScalewrightError, ValueError):
     """Two sets of statistics that cannot be made one."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of the `known` names, with a space before it; empty when none is near."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

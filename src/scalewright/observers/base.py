@@ -8,14 +8,12 @@ scale, and changes nothing. A child class says how statistics are updated; every
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.registry import RegistryMixin
 from compressed_tensors.utils import InternalModule
 from torch import Tensor
 
@@ -25,14 +23,12 @@ from scalewright.errors import (
     NonFiniteError,
     NoStatisticsError,
     ScalewrightError,
-    UnknownObserverError,
 )
 from scalewright.numerics import layout
 from scalewright.numerics.scales import global_scale_of, stored_dtype, stored_qparams
-from scalewright.observers.knobs import Knob, KnobValue, parse_knobs
+from scalewright.observers.knobs import Knob, parse_knobs
 from scalewright.observers.merging import Rule, merge_statistics, sync_statistics
-
-_Class = TypeVar("_Class", bound=type)
+from scalewright.observers.registry import NamedObservers
 
 
 class QParamsDict(TypedDict):
@@ -53,7 +49,7 @@ class Observed:
     g_idx: Tensor | None
 
 
-class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
+class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
     """Watches the values of one tensor and finds the qparams that lose least.
 
     `base_name` is what is watched: "weight", "input", "output", "q", "k" or "v". Further keywords are the knobs of
@@ -62,8 +58,6 @@ class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
     A child implements `update_statistics_from_observed`, which sets `min_vals` and `max_vals` (fp32, qparam_shape),
     and declares its `knobs`, how its statistics merge, and whether the order of batches matters to it.
     """
-
-    registry_requires_subclass = True
 
     knobs: ClassVar[tuple[Knob, ...]] = ()
     """What a user may turn; each becomes an attribute of the same name."""
@@ -76,8 +70,6 @@ class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
 
     strategies: ClassVar[tuple[str, ...]] = ()
     """The strategies that the class can serve; empty for all that the base name allows."""
-
-    registry_name: ClassVar[str] = "observer"
 
     min_vals: Tensor | None
     max_vals: Tensor | None
@@ -104,40 +96,9 @@ class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
         """Where the observed tensor lives, such as a module's name: error texts and notes begin with it."""
         self._fused_observers: set[Observer] = set()
         self._current: Observed | None = None
-        for name, value in parse_knobs(self.registry_name, self.knobs, knob_values).items():
-            self._set_knob(name, value)
+        for name, value in parse_knobs(self.registry_name or type(self).__name__, self.knobs, knob_values).items():
+            setattr(self, name, value)
         self.reset()
-
-    def _set_knob(self, name: str, value: KnobValue) -> None:
-        setattr(self, name, value)
-
-    # ---- the registry ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register(cls, name: str | None = None, alias: list[str] | str | None = None) -> Callable[[_Class], _Class]:
-        """Decorator that puts a class into the registry under `name`."""
-
-        def decorator(value: _Class) -> _Class:
-            cls.register_value(value, name=name or value.__name__, alias=alias)
-            value.registry_name = name or value.__name__  # type: ignore[attr-defined]
-            return value
-
-        return decorator
-
-    @classmethod
-    def get_value_from_registry(cls, name: str) -> type[Observer]:
-        """The class registered under `name`; case, hyphens, underscores and spaces do not matter."""
-        # A path such as "file.py:Class", which RegistryMixin would import and run, is a name like any other here:
-        # recipes come from strangers.
-        known = {_squeeze(each): each for each in [*Observer.registered_names(), *Observer.registered_aliases()]}
-        found = known.get(_squeeze(name)) if isinstance(name, str) else None
-        if found is None:
-            names = sorted(each.replace("-", "_") for each in Observer.registered_names())
-            close = get_close_matches(str(name).lower().replace("-", "_"), names, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
-            raise UnknownObserverError(f"there is no observer '{name}'.{hint} Observers: {', '.join(names)}.")
-        value: type[Observer] = super(Observer, Observer).get_value_from_registry(found)
-        return value
 
     # ---- a module's observer -----------------------------------------------------------------------------------
 
@@ -181,6 +142,9 @@ class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
         """
         if not isinstance(observed, Tensor):
             raise TypeError(f"{self._where}: an observer watches tensors, got {type(observed).__name__}.")
+        if observed.is_complex() or observed.is_meta:
+            kind = "a complex tensor" if observed.is_complex() else "a tensor on the meta device"
+            raise TypeError(f"{self._where}: {kind} has no range to observe.")
         try:
             self._observe(observed.detach(), g_idx, mask)
         except ScalewrightError as error:
@@ -367,13 +331,9 @@ class Observer(InternalModule, RegistryMixin):  # type: ignore[misc]
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _squeeze(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
-
-
 def _non_finite(observed: Tensor, keep: Tensor | None, base_name: str) -> NonFiniteError:
     """The error for a tensor with NaN or Inf in it: how many, and where the first is."""
-    values = observed.float() if not observed.is_floating_point() else observed
+    values = observed if observed.dtype in (*_NATIVE_DTYPES, torch.float64) else observed.float()
     counted = torch.ones_like(values, dtype=torch.bool)
     if keep is not None:
         counted &= (keep.unsqueeze(1) if base_name in layout.ATTENTION else keep).unsqueeze(-1)

@@ -11,8 +11,7 @@ COLUMNS = ("name", "what it finds", "strategies", "knobs (defaults)", "merge", "
 
 def registered_observers() -> dict[str, type[Observer]]:
     """Every registered observer class by its name, in alphabetical order."""
-    classes = {Observer.get_value_from_registry(name) for name in Observer.registered_names()}
-    return dict(sorted((cls.registry_name, cls) for cls in classes))
+    return {name: Observer.get_value_from_registry(name) for name in sorted(Observer.registered_names())}
 
 
 def observer_rows() -> list[tuple[str, ...]]:

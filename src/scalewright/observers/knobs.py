@@ -6,13 +6,12 @@ read that declaration.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalewright.errors import KnobError
+from scalewright.errors import KnobError, did_you_mean
 
 KnobValue = bool | int | float | str
 
@@ -80,10 +79,8 @@ def parse_knobs(observer_name: str, knobs: tuple[Knob, ...], given: Mapping[str,
     names = {knob.name for knob in knobs}
     for name in given:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
             has = f"Knobs: {', '.join(sorted(names))}" if names else "It has none"
-            raise KnobError(f"observer '{observer_name}' has no knob '{name}'.{hint} {has}.")
+            raise KnobError(f"observer '{observer_name}' has no knob '{name}'.{did_you_mean(name, names)} {has}.")
     try:
         return {knob.name: knob.parse(given.get(knob.name, knob.default)) for knob in knobs}
     except KnobError as error:
