@@ -133,17 +133,11 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
 
     NaN comes through, so the results are finite just when all of `x_NQG` is.
     """
-    num_observations, group_size = x_NQG.shape[0], x_NQG.shape[-1]
-    if num_observations > 1:
-        lo_NQ, hi_NQ = torch.aminmax(x_NQG, dim=-1)
-        lo_Q, hi_Q = lo_NQ.amin(dim=0), hi_NQ.amax(dim=0)
-    elif x_NQG[0, ..., 0].numel() == 1 and group_size > 1:
-        # One position: without a dim torch splits the work over its threads, and with one it does not.
+    # torch.aminmax is quick over everything, but with a dim it is twenty times slower than amin and amax one by one.
+    if x_NQG.shape[1:-1].numel() == 1:
         lo, hi = torch.aminmax(x_NQG)
-        lo_Q, hi_Q = lo.expand(x_NQG.shape[1:-1]), hi.expand(x_NQG.shape[1:-1])
-    else:
-        lo_Q, hi_Q = torch.aminmax(x_NQG[0], dim=-1)
-    return lo_Q.float().clone(), hi_Q.float().clone()
+        return lo.float().reshape(x_NQG.shape[1:-1]), hi.float().reshape(x_NQG.shape[1:-1])
+    return x_NQG.amin(dim=-1).amin(dim=0).float(), x_NQG.amax(dim=-1).amax(dim=0).float()
 
 
 def _flatten_weight(value: Tensor, args: QuantizationArgs, g_idx: Tensor | None) -> Tensor:
