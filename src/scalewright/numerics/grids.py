@@ -64,7 +64,7 @@ def grid_of(args: QuantizationArgs) -> Grid:
     """The grid that `args` quantises to."""
     if args.type == QuantizationType.FLOAT:
         if args.num_bits not in _FLOATS:
-            raise LayoutError(f"there is no float format of {args.num_bits} bits. Use 4, 6 or 8 bits, or type int")
+            raise LayoutError(f"there is no float format of {args.num_bits} bits. Use 4, 6 or 8 bits, or type int.")
         return _FLOATS[args.num_bits]
     half = 2 ** (args.num_bits - 1)
     return Grid(f"int{args.num_bits}", -half, half - 1)

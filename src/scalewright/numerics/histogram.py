@@ -20,7 +20,11 @@ NUM_CODES = 1 << 16
 def count_codes(x_NQG: Tensor) -> Tensor:
     """How often each bf16 code stands at each position: int64 of shape (*qparam_shape, 65536), in the codes' order."""
     shape_Q = x_NQG.shape[1:-1]
-    codes = x_NQG.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+    rounded = x_NQG.to(torch.bfloat16)
+    if x_NQG.dtype == torch.float32:  # the topmost fp32 numbers round to Inf
+        largest = torch.finfo(torch.bfloat16).max
+        rounded.clamp_(-largest, largest)
+    codes = rounded.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     num_positions = shape_Q.numel()
     if num_positions > 1:
         offsets = torch.arange(num_positions, device=codes.device, dtype=torch.int32) * NUM_CODES

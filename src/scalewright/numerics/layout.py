@@ -49,22 +49,22 @@ def flatten_for_calibration(
     """
     check_strategy(base_name, args)
     if value.ndim == 0:
-        raise LayoutError("a scalar has no layout. Give a tensor of one dimension or more")
+        raise LayoutError("a scalar has no layout. Give a tensor of one dimension or more.")
     if base_name == "weight":
         return _flatten_weight(value, args, g_idx)
     if g_idx is not None:
-        raise LayoutError(f"g_idx groups the columns of a weight, and this is '{base_name}'. Leave it out")
+        raise LayoutError(f"g_idx groups the columns of a weight, and this is '{base_name}'. Leave it out.")
     return _flatten_activation(value, args) if base_name in ACTIVATIONS else _flatten_attention(value, args)
 
 
 def check_strategy(base_name: str, args: QuantizationArgs) -> None:
     """Raise LayoutError unless tensors called `base_name` can be quantised by the strategy in `args`."""
     if base_name not in STRATEGIES:
-        raise LayoutError(f"unknown base name '{base_name}'. Base names: {', '.join(BASE_NAMES)}")
+        raise LayoutError(f"unknown base name '{base_name}'. Base names: {', '.join(BASE_NAMES)}.")
     if strategy_of(args) not in STRATEGIES[base_name]:
         raise LayoutError(
             f"strategy '{strategy_of(args)}' does not fit '{base_name}'. "
-            f"Strategies for '{base_name}': {', '.join(STRATEGIES[base_name])}"
+            f"Strategies for '{base_name}': {', '.join(STRATEGIES[base_name])}."
         )
 
 
@@ -84,7 +84,7 @@ def tokens_shape(value: Tensor, base_name: str) -> tuple[int, ...]:
 def align_mask(mask: Tensor, value: Tensor, base_name: str) -> Tensor:
     """`mask` as a boolean tensor of the tokens' shape: True where a token counts."""
     if base_name not in ACTIVATIONS + ATTENTION:
-        raise LayoutError(f"a mask leaves tokens out, and '{base_name}' has none. Leave the mask out")
+        raise LayoutError(f"a mask leaves tokens out, and '{base_name}' has none. Leave the mask out.")
     tokens = tokens_shape(value, base_name)
     keep = (mask != 0).to(value.device)
     if keep.numel() == math.prod(tokens):
@@ -94,7 +94,7 @@ def align_mask(mask: Tensor, value: Tensor, base_name: str) -> Tensor:
     except RuntimeError:
         raise LayoutError(
             f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tokens}. "
-            "Give one entry for each token, as an attention mask [batch, sequence] does"
+            "Give one entry for each token, as an attention mask [batch, sequence] does."
         ) from None
 
 
@@ -143,7 +143,7 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
 def _flatten_weight(value: Tensor, args: QuantizationArgs, g_idx: Tensor | None) -> Tensor:
     strategy = strategy_of(args)
     if g_idx is not None and strategy not in ("group", "tensor_group"):
-        raise LayoutError(f"g_idx names groups, and strategy '{strategy}' has none. Leave it out")
+        raise LayoutError(f"g_idx names groups, and strategy '{strategy}' has none. Leave it out.")
     if strategy == "tensor":
         return value.reshape(1, 1, -1)
     if value.ndim == 1:
@@ -181,7 +181,7 @@ def _check_attention(value: Tensor) -> None:
     if value.ndim != 4:
         raise LayoutError(
             f"attention states have 4 dimensions [batch, heads, sequence, head_dim], and this has {value.ndim}: "
-            f"{tuple(value.shape)}. Reshape it, or observe it as 'input' or 'output'"
+            f"{tuple(value.shape)}. Reshape it, or observe it as 'input' or 'output'."
         )
 
 
@@ -197,7 +197,7 @@ def _check_divides(columns: int, group_size: int) -> None:
     nearest = [*[s for s in fitting if s < group_size][-1:], *[s for s in fitting if s > group_size][:1]]
     use = f"Use group_size {' or '.join(map(str, nearest))}, or ignore this layer" if nearest else "Ignore this layer"
     raise LayoutError(
-        f"{columns} columns do not divide into groups of {group_size} (remainder {columns % group_size}). {use}"
+        f"{columns} columns do not divide into groups of {group_size} (remainder {columns % group_size}). {use}."
     )
 
 
@@ -218,7 +218,7 @@ def _group_order(g_idx: Tensor, columns: int, group_size: int) -> Tensor:
     _check_divides(columns, group_size)
     if g_idx.ndim != 1 or g_idx.numel() != columns:
         raise LayoutError(
-            f"g_idx has shape {tuple(g_idx.shape)}, and there are {columns} columns. Give one group for each column"
+            f"g_idx has shape {tuple(g_idx.shape)}, and there are {columns} columns. Give one group for each column."
         )
     num_groups = columns // group_size
     groups, counts = torch.unique(g_idx, return_counts=True)
@@ -227,6 +227,6 @@ def _group_order(g_idx: Tensor, columns: int, group_size: int) -> Tensor:
         raise LayoutError(
             f"g_idx must name the groups 0 to {num_groups - 1} with {group_size} columns each; "
             f"it names {len(groups)} groups: {found}{', ...' if len(groups) > 4 else ''}. "
-            "Make it anew for this group_size"
+            "Make it anew for this group_size."
         )
     return torch.argsort(g_idx, stable=True)

@@ -273,7 +273,10 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
                 f"{self._where}: {type(other).__name__} of '{other.base_name}' cannot be merged into "
                 f"{type(self).__name__} of '{self.base_name}'. Merge observers of one class with equal arguments."
             )
-        merge_statistics(self, other)
+        try:
+            merge_statistics(self, other)
+        except MergeError as error:
+            raise error.at(self._where) from None
         return self
 
     def sync_activation_stats(self) -> list[torch.distributed.Work]:
@@ -299,7 +302,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         if self.strategies and layout.strategy_of(self.args) not in self.strategies:
             raise LayoutError(
                 f"observer '{self.registry_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
-                f"It serves: {', '.join(self.strategies)}"
+                f"It serves: {', '.join(self.strategies)}."
             )
 
     def _check_has_statistics(self) -> None:
@@ -312,7 +315,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         if before is not None and self.remembers and tuple(before.shape) != tuple(shape):
             raise LayoutError(
                 f"this value has qparams of shape {tuple(shape)}, and what was seen before has {tuple(before.shape)}. "
-                "Give values of one shape, or reset() in between"
+                "Give values of one shape, or reset() in between."
             )
 
     @property

@@ -91,13 +91,13 @@ class RangeSearchObserver(Observer):
         absmax = torch.maximum(-lo_Q.min(), hi_Q.max()).clamp(min=0)
         if self.true_absmax is not None and self.remembers:
             absmax = torch.maximum(absmax, self.true_absmax)
-        self.true_absmax = absmax
         before = self.current_range()
         is_grouped = layout.strategy_of(self.args) == "tensor_group"
         global_scale = global_scale_of(absmax) if is_grouped else None
         weights = self.importance_for(observed)
         result = self.fold(before, *self.search(observed, global_scale, weights))
         self.min_vals, self.max_vals = result
+        self.true_absmax = absmax
         if global_scale is not None and self.base_name == "weight":
             self._searched = _Searched(observed, weights, before, global_scale, result)
 
