@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test: lint types
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .

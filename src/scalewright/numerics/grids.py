@@ -14,7 +14,6 @@ from torch import Tensor
 
 from scalewright.errors import LayoutError
 
-
 _EXPONENT_BITS = 0x7F800000  # of fp32
 
 

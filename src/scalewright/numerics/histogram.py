@@ -62,8 +62,9 @@ def entropy_threshold(counts_C: Tensor, values_C: Tensor, grid: Grid, *, num_bin
 
     For each cut i: P is the first i bins of |x| with everything beyond added to the last, Q the same bins without
     the tail, merged into the levels of the grid and spread evenly over the bins that are not empty; the cut with
-    the least KL(P || Q) wins. Adding the tail to Q as well would make the shortest cut, where each bin is its own
-    level and P equals Q, win always. (Migacz, 8-bit inference with TensorRT, 2017.)
+    the least KL(P || Q) wins. A bin whose middle lies on the border of two levels belongs to the lower; where P has
+    mass and Q has none, Q counts as 1e-12. Adding the tail to Q as well would make the shortest cut, where each bin is
+    its own level and P equals Q, win always. (Migacz, 8-bit inference with TensorRT, 2017.)
     """
     is_seen = counts_C > 0
     magnitudes = values_C[is_seen].abs().double()
@@ -85,7 +86,7 @@ def entropy_threshold(counts_C: Tensor, values_C: Tensor, grid: Grid, *, num_bin
 def _divergence(mass: Tensor, cuts: Tensor, edges: Tensor) -> Tensor:
     """KL(P || Q) for each cut; rows are cuts, columns are bins."""
     num_bins, num_levels = len(mass), len(edges) - 1
-    position = torch.arange(num_bins, device=mass.device)
+    position = torch.arange(num_bins, device=mass.device, dtype=torch.float64)
     inside = position < cuts.unsqueeze(1)
     kept = torch.where(inside, mass, 0.0)
     p = kept.clone()
@@ -99,7 +100,6 @@ def _divergence(mass: Tensor, cuts: Tensor, edges: Tensor) -> Tensor:
     q = occupied * (level_mass / level_bins.clamp(min=1)).gather(1, level)
     p = p / p.sum(dim=1, keepdim=True)
     q = q / q.sum(dim=1, keepdim=True).clamp(min=1e-300)
-    # Where P has mass and Q has none the divergence is infinite in theory; a floor keeps such cuts comparable.
     terms = p * (p.clamp(min=1e-300).log() - q.clamp(min=1e-12).log())
     return torch.where(p > 0, terms, 0.0).sum(dim=1)
 

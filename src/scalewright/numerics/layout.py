@@ -86,8 +86,13 @@ def align_mask(mask: Tensor, value: Tensor, base_name: str) -> Tensor:
     if base_name not in ACTIVATIONS + ATTENTION:
         raise LayoutError(f"a mask leaves tokens out, and '{base_name}' has none. Leave the mask out.")
     tokens = tokens_shape(value, base_name)
+    if mask.is_floating_point() and bool((mask < 0).any()):
+        raise LayoutError(
+            "a mask with negative entries looks like one that is added to attention scores. "
+            "Give 1 for tokens that count and 0 for those that do not."
+        )
     keep = (mask != 0).to(value.device)
-    if keep.numel() == math.prod(tokens):
+    if keep.numel() == math.prod(tokens) and keep.ndim != len(tokens):
         return keep.reshape(tokens)
     try:
         return keep.expand(tokens)

@@ -96,7 +96,8 @@ def search_range(
     ]
     best_Q, error_Q, num_tried_Q = (torch.cat(column) for column in zip(*parts, strict=True))
     factors_Q2 = candidates_K2[best_Q]
-    return RangeSearch(lo_Q * factors_Q2[..., 0], hi_Q * factors_Q2[..., 1], best_Q, error_Q, unit_Q, num_tried_Q)
+    lo_Q, hi_Q = _times(lo_Q, factors_Q2[..., 0]), _times(hi_Q, factors_Q2[..., 1])
+    return RangeSearch(lo_Q, hi_Q, best_Q, error_Q, unit_Q, num_tried_Q)
 
 
 def _search_block(
@@ -124,9 +125,8 @@ def _search_block(
     tried_B = torch.zeros_like(best_B)
     done_B = torch.zeros(lo_B.shape, dtype=torch.bool, device=x_NBG.device)
     for index, (lo_factor, hi_factor) in enumerate(candidates_K2):
-        stored, zero_point_B = stored_qparams(
-            lo_B * lo_factor, hi_B * hi_factor, args, global_scale=global_scale, dtype=dtype
-        )
+        lo, hi = _times(lo_B, lo_factor), _times(hi_B, hi_factor)
+        stored, zero_point_B = stored_qparams(lo, hi, args, global_scale=global_scale, dtype=dtype)
         scale_B = effective_scale(stored, global_scale) / unit_B
         zero_point = None if args.symmetric else zero_point_B
         error_B = torch.zeros_like(least_B)
@@ -152,6 +152,12 @@ def _clipped_loss(lo_B: Tensor, hi_B: Tensor, unit_B: Tensor, scale_B: Tensor, g
     above = (hi_B / unit_B - scale_B * grid.high).clamp(min=0)
     below = (scale_B * grid.low - lo_B / unit_B).clamp(min=0)
     return torch.maximum(above, below).double().pow(norm)
+
+
+def _times(end: Tensor, factor: Tensor) -> Tensor:
+    """`end * factor`, saturating: factors above 1 could leave fp32."""
+    largest = torch.finfo(torch.float32).max
+    return (end * factor).clamp(-largest, largest)
 
 
 def _in_units(x: Tensor, unit_B: Tensor) -> Tensor:

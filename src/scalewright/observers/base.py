@@ -25,7 +25,8 @@ from scalewright.errors import (
     ScalewrightError,
 )
 from scalewright.numerics import layout
-from scalewright.numerics.scales import global_scale_of, stored_dtype, stored_qparams
+from scalewright.numerics.grids import grid_of
+from scalewright.numerics.scales import effective_scale, global_scale_of, stored_dtype, stored_qparams
 from scalewright.observers.knobs import Knob, parse_knobs
 from scalewright.observers.merging import Rule, merge_statistics, sync_statistics
 from scalewright.observers.registry import NamedObservers
@@ -116,7 +117,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self.max_vals = None
         self.num_observed = 0
         self._observed_dtype: torch.dtype | None = None
-        self._synced: dict[str, Tensor | int] = {}
+        self._synced: dict[str, Tensor] = {}
 
     @property
     def has_statistics(self) -> bool:
@@ -248,13 +249,29 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         if not self.has_statistics:
             return [f"{self._where}: nothing was observed, so there are no qparams."]
         assert self.min_vals is not None and self.max_vals is not None
-        num_dead = int(((self.min_vals >= 0) & (self.max_vals <= 0)).sum())
-        if not num_dead:
-            return []
         total = self.min_vals.numel()
-        return [
-            f"{self._where}: {num_dead} of {total} qparam positions saw nothing but zeros; their scale is a stand-in."
-        ]
+        is_dead = (self.min_vals >= 0) & (self.max_vals <= 0)
+        notes = []
+        if bool(is_dead.any()):
+            notes.append(
+                f"{int(is_dead.sum())} of {total} qparam positions saw nothing but zeros; their scale is a stand-in"
+            )
+        num_lost = int((self._rounds_to_nothing() & ~is_dead).sum())
+        if num_lost:
+            notes.append(
+                f"{num_lost} of {total} qparam positions are too small for any scale of this format and round to zero"
+            )
+        return [f"{self._where}: {note}." for note in notes]
+
+    def _rounds_to_nothing(self) -> Tensor:
+        """Where even the largest value is less than half of the smallest code."""
+        assert self.min_vals is not None and self.max_vals is not None
+        is_alone = all(each.has_statistics for each in self._fused_observers)
+        global_scale = self.get_global_scale() if is_alone else None
+        lo_Q, hi_Q = self.min_vals.float(), self.max_vals.float()
+        scale, _ = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
+        absmax = torch.maximum(-lo_Q, hi_Q).reshape(scale.shape)
+        return (absmax <= effective_scale(scale, global_scale) * (grid_of(self.args).smallest / 2)).reshape(lo_Q.shape)
 
     # ---- more than one observer --------------------------------------------------------------------------------
 
@@ -267,13 +284,9 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
     @torch.no_grad()
     def merge(self, other: Observer) -> Observer:
-        """Fold what `other` saw into this observer, as if this one had seen both; returns self."""
-        if type(other) is not type(self) or other.args != self.args or other.base_name != self.base_name:
-            raise MergeError(
-                f"{self._where}: {type(other).__name__} of '{other.base_name}' cannot be merged into "
-                f"{type(self).__name__} of '{self.base_name}'. Merge observers of one class with equal arguments."
-            )
+        """Fold what `other` saw into this observer, as if this one had seen both at once; returns self."""
         try:
+            self._check_mergeable(other)
             merge_statistics(self, other)
         except MergeError as error:
             raise error.at(self._where) from None
@@ -288,8 +301,11 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         sync_statistics([self])
         return []
 
-    def statistics_replaced(self) -> None:
-        """Called after a merge or a sync has put other statistics in place; whatever was derived from them is stale."""
+    def statistics_replaced(self, *, unchanged: bool) -> None:
+        """Called after a merge or a sync has put statistics in place; what was derived from the old ones is stale.
+
+        `unchanged` says that the range is, on this and every other rank, what it was before.
+        """
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
@@ -304,6 +320,23 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
                 f"observer '{self.registry_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
                 f"It serves: {', '.join(self.strategies)}."
             )
+
+    def _check_mergeable(self, other: Observer) -> None:
+        if type(other) is not type(self):
+            raise MergeError(
+                f"{type(other).__name__} cannot be merged into {type(self).__name__}. Merge like with like."
+            )
+        if other.base_name != self.base_name:
+            raise MergeError(f"'{other.base_name}' cannot be merged into '{self.base_name}'. Merge like with like.")
+        mine, theirs = self.args.model_dump(), other.args.model_dump()
+        for knob in self.knobs:
+            mine[knob.name], theirs[knob.name] = getattr(self, knob.name), getattr(other, knob.name)
+        names = [
+            name for name in {**mine, **theirs} if name != "observer_kwargs" and mine.get(name) != theirs.get(name)
+        ]
+        if names:
+            shown = ", ".join(f"{name} ({mine.get(name)!r} here, {theirs.get(name)!r} there)" for name in names)
+            raise MergeError(f"the observers differ in {shown}. Merge observers with equal arguments.")
 
     def _check_has_statistics(self) -> None:
         if not self.has_statistics:

@@ -60,9 +60,11 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the importance that stands on `module`, or begin to collect it from the module's inputs."""
         super().attach(module)
-        if hasattr(module, "_imatrix_sum"):
-            self._imatrix_sum = module.__dict__.pop("_imatrix_sum")
-            self._imatrix_count = module.__dict__.pop("_imatrix_count")
+        if getattr(module, "_imatrix_sum", None) is not None:
+            # A sum without a count still says how the channels compare.
+            self._imatrix_sum = torch.as_tensor(module._imatrix_sum)
+            self._imatrix_count = torch.as_tensor(getattr(module, "_imatrix_count", 1))
+            _forget(module)
             return
         in_features = getattr(module, "in_features", None)
         if self.base_name != "weight" or in_features is None:
@@ -72,12 +74,14 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
         self._imatrix_count = torch.tensor(0, dtype=torch.int64, device=device)
         self._share_with(module)
 
-        def collect(mod: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs and isinstance(inputs[0], Tensor):
-                self.observe_input(inputs[0])
+        def collect(mod: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            x = next(iter((*inputs, *keywords.values())), None)
+            x = x[0] if isinstance(x, tuple) and x else x
+            if isinstance(x, Tensor):
+                self.observe_input(x)
                 self._share_with(mod)
 
-        module._imatrix_hook = module.register_forward_pre_hook(collect)  # type: ignore[assignment]
+        module._imatrix_hook = module.register_forward_pre_hook(collect, with_kwargs=True)  # type: ignore[assignment]
 
     @override
     def detach(self, module: torch.nn.Module) -> None:
@@ -87,6 +91,8 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
         if isinstance(hook, RemovableHandle):
             hook.remove()
             self._share_with(module)
+            if self._imatrix_sum is None:
+                _forget(module)
 
     @torch.no_grad()
     def observe_input(self, x: Tensor, *, mask: Tensor | None = None) -> None:
@@ -139,6 +145,13 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
         if self._fallback is None:
             return super().notes()
         return [*super().notes(), f"{self._where}: {self._fallback}, so all errors weigh the same."]
+
+
+def _forget(module: torch.nn.Module) -> None:
+    """Take the importance off a module."""
+    for name in ("_imatrix_sum", "_imatrix_count"):
+        if hasattr(module, name):
+            delattr(module, name)
 
 
 def _problem_with(importance: Tensor | None, base_name: str, columns: int | None) -> str | None:

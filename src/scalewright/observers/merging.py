@@ -1,18 +1,23 @@
 """How the statistics of two observers, or of many ranks, become one.
 
-Each statistic has a rule: "min" and "max" are exact; "sum" adds counts and sums, exactly for integers; "mean" weighs
-each side by how much it saw, for moving averages, whose order-dependent value has no exact merge.
+Each statistic has a rule. "min" and "max" are exact; "sum" adds counts and sums, exactly for integers; "mean" weighs
+each side by how much it saw, for moving averages, whose order-dependent value has no exact merge. A side whose
+statistics were set by hand, and so were never counted, weighs 1.
 
-Ranks may hold different amounts, and some may have seen nothing at all. So shapes are exchanged before values, with
-one fixed-size message for all observers, and a rank that lacks a statistic contributes the rule's neutral element:
-no collective can pair one observer's numbers with another's. Sums are made in float64, so that the number of ranks
-does not show. Nothing here uses pickle.
+Ranks may hold different amounts, and some may have seen nothing at all. So shapes are exchanged before values, in
+messages of a fixed size for all observers at once, and a rank that lacks a statistic contributes the rule's neutral
+element: no collective can pair one observer's numbers with another's, and what one rank refuses all refuse. Sums are
+made in float64, so that the number of ranks does not show. Nothing here uses pickle.
+
+What was synced once is not counted again: the group's first rank stands for it from then on, and the others remember
+what to leave out (`_synced`). So syncs may be repeated, and groups may grow from one to the next, but not shrink.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,183 +31,258 @@ if TYPE_CHECKING:
 
 Rule = Literal["min", "max", "sum", "mean"]
 
-_MAX_DIMS = 6
-_HEADER_LENGTH = 4 + _MAX_DIMS  # is there, is whole-number, dtype seen, number of dimensions, dimensions
+# R ranks, S statistics of all observers in a row.
+
+_MAX_DIMS = 8
 _NEUTRAL = {"min": torch.inf, "max": -torch.inf, "sum": 0, "mean": 0}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def merge_statistics(into: Observer, other: Observer) -> None:
     """Fold the statistics of `other` into `into`, by the rules of their class."""
-    seen = (into.num_observed, other.num_observed)
     merged: dict[str, Tensor] = {}
     for name, rule in into.merge_rules.items():
-        mine, theirs = getattr(into, name), getattr(other, name)
+        mine, theirs = _statistic(into, name), _statistic(other, name)
         if theirs is None:
             continue
-        if mine is None:
-            merged[name] = theirs.clone()
-            continue
-        if mine.shape != theirs.shape:
+        if mine is not None and mine.shape != theirs.shape:
             raise MergeError(
                 f"{name} has shape {tuple(mine.shape)} here and {tuple(theirs.shape)} there. "
                 "Merge observers of one and the same tensor."
             )
-        merged[name] = _combine(rule, mine, theirs.to(mine.device), *seen)
+        if mine is None:
+            merged[name] = theirs.clone()
+        else:
+            merged[name] = _combine(rule, mine, theirs.to(mine.device), _weight(into), _weight(other))
+    unchanged = _is_unchanged(into, merged)
     for name, value in merged.items():
         setattr(into, name, value)
-    into.num_observed = sum(seen)
+    into.num_observed += other.num_observed
     into._observed_dtype = into._observed_dtype or other._observed_dtype
-    into.statistics_replaced()
+    for name, amount in other._synced.items():
+        into._synced[name] = into._synced[name] + amount if name in into._synced else amount
+    into.statistics_replaced(unchanged=unchanged)
 
 
 def _combine(rule: Rule, mine: Tensor, theirs: Tensor, my_weight: int, their_weight: int) -> Tensor:
-    if rule == "min":
-        return torch.minimum(mine, theirs)
-    if rule == "max":
-        return torch.maximum(mine, theirs)
     if rule == "sum":
         return mine + theirs
-    # Statistics that a user has set by hand come with no count; such sides weigh the same.
-    share = my_weight / (my_weight + their_weight) if my_weight + their_weight else 0.5
-    return (mine.double() * share + theirs.double() * (1 - share)).to(mine.dtype)
+    if rule == "mean":
+        share = my_weight / (my_weight + their_weight)
+        return (mine.double() * share + theirs.double() * (1 - share)).float()
+    mine, theirs = mine.float(), theirs.float()
+    return torch.minimum(mine, theirs) if rule == "min" else torch.maximum(mine, theirs)
 
 
 def sync_statistics(observers: Sequence[Observer], group: dist.ProcessGroup | None = None) -> None:
     """Leave all ranks with equal statistics: those of one observer that saw what all of them saw.
 
-    Every rank of `group` calls this with the same observers in the same order. Does nothing without a process group.
+    Every rank of `group` calls this with the same observers in the same order, whether it has seen anything or not.
+    Does nothing without a process group, or alone in one.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    slots = [(each, name, rule) for each in observers for name, rule in each.merge_rules.items()]
-    device = _collective_device(observers, group)
-    _check_same_observers(observers, device, group)
-    headers = _gather(torch.tensor([_header(*slot) for slot in slots], dtype=torch.int64), device, group)
-    weights = [_new_amount(each, group) for each in observers]
-    gathered_weights = _gather(torch.tensor(weights, dtype=torch.int64), device, group)  # [ranks, observers]
-    total_weights = gathered_weights.sum(dim=0).tolist()
-    weight_of = {id(each): (mine, total) for each, mine, total in zip(observers, weights, total_weights, strict=True)}
+    exchange = _Exchange(group, _collective_device(group))
+    exchange.check_same_observers(observers)
+    if not observers:
+        return
+    slots = [_Slot(each, name, rule) for each in observers for name, rule in each.merge_rules.items()]
+    headers_RSH = exchange.gather([slot.header() for slot in slots])
+    for slot, header_RH in zip(slots, headers_RSH.unbind(dim=1), strict=True):
+        slot.agree(header_RH)
+    totals = _totals(observers, exchange.gather([[each.num_observed, _new_amount(each)] for each in observers]))
+    exchange.reduce(slots)
 
-    shapes = [_agreed_shape(name, headers[:, index]) for index, (_, name, _) in enumerate(slots)]
-    pieces: dict[str, list[Tensor]] = {"min": [], "max": [], "float_sum": [], "int_sum": []}
-    places: list[tuple[str, int, int] | None] = []
-    for (each, name, rule), header, shape in zip(slots, headers.unbind(dim=1), shapes, strict=True):
-        if shape is None:
-            places.append(None)
-            continue
-        is_whole = bool(header[:, 1].max())
-        bucket = str(rule) if rule in ("min", "max") else "int_sum" if is_whole else "float_sum"
-        # Where nobody has counted (statistics set by hand), all who have the statistic weigh the same.
-        weight = weight_of[id(each)][0] if weight_of[id(each)][1] else 1
-        piece = _contribution(each, name, rule, shape, is_whole, weight, group).to(device)
-        start = sum(len(p) for p in pieces[bucket])
-        pieces[bucket].append(piece)
-        places.append((bucket, start, start + len(piece)))
-    reduced = _reduce(pieces, group)
-
-    for (each, name, rule), place, shape, header in zip(slots, places, shapes, headers.unbind(dim=1), strict=True):
-        if place is None or shape is None:
-            continue
-        value = reduced[place[0]][place[1] : place[2]].reshape(shape)
-        if rule == "mean":
-            value = value / (weight_of[id(each)][1] or int(header[:, 0].sum()))
-        if place[0] != "int_sum":
-            value = value.float()
-        setattr(each, name, value.to(_home(each, name, device)))
-        if rule == "sum":
-            each._synced[name] = getattr(each, name).clone()
-        seen = int(header[:, 2].max())
-        each._observed_dtype = _DTYPES[seen - 1] if seen else None
-    for each in observers:
-        each.num_observed = weight_of[id(each)][1]
-        each._synced["num_observed"] = each.num_observed
-        each.statistics_replaced()
+    unchanged = exchange.all_true([_is_unchanged(each, _values_of(each, slots)) for each in observers])
+    for slot in slots:
+        slot.put(is_first_rank=dist.get_rank(group) == 0)
+    for each, total, is_unchanged in zip(observers, totals, unchanged, strict=True):
+        each.num_observed = total
+        if dist.get_rank(group) == 0:
+            each._synced = {}
+        else:
+            each._synced["num_observed"] = torch.tensor(each.num_observed)
+        each.statistics_replaced(unchanged=is_unchanged)
 
 
-def _check_same_observers(observers: Sequence[Observer], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """MergeError on every rank unless all of them sync the same list; nothing else may be exchanged before."""
-    described = ";".join(f"{type(o).__name__} {o.base_name} {o.args.model_dump_json()}" for o in observers)
-    mine = torch.tensor([len(observers), zlib.crc32(described.encode())], dtype=torch.int64)
-    everyone = _gather(mine, device, group)
-    if bool((everyone != everyone[0]).any()):
-        raise MergeError(
-            f"the ranks sync different observers: their numbers are {everyone[:, 0].tolist()}. "
-            "Call sync for the same observers, in the same order, on every rank."
+@dataclass
+class _Slot:
+    """One statistic of one observer, on its way to being that of all ranks."""
+
+    observer: Observer
+    name: str
+    rule: Rule
+    shape: tuple[int, ...] | None = None  # None: no rank has it
+    is_whole: bool = False  # an exact sum of integers
+    dtype: torch.dtype | None = None  # of the values that were observed
+    merged: Tensor | None = None
+
+    def header(self) -> list[int]:
+        """What the other ranks must know of it: is it there, is it whole-numbered, dtype seen, shape."""
+        value, seen = _statistic(self.observer, self.name), self.observer._observed_dtype
+        dtype = _DTYPES.index(seen) + 1 if seen in _DTYPES else 0
+        if value is None:
+            return [0, 0, dtype, 0] + [0] * _MAX_DIMS
+        padding = [0] * (_MAX_DIMS - value.ndim)
+        return [1, int(not value.is_floating_point()), dtype, value.ndim, *value.shape, *padding]
+
+    def agree(self, header_RH: Tensor) -> None:
+        """Settle shape and kind from all ranks' headers, or raise MergeError on all of them."""
+        there = header_RH[header_RH[:, 0] == 1]
+        seen = int(header_RH[:, 2].max())
+        self.dtype = _DTYPES[seen - 1] if seen else None
+        if len(there) == 0:
+            return
+        shapes = sorted({tuple(row[4 : 4 + row[3]]) for row in there.tolist()})
+        if len(shapes) > 1:
+            raise MergeError(
+                f"{self.observer.label or self.observer.base_name}: {self.name} has different shapes on the ranks: "
+                f"{shapes}. Observe the same tensor on each."
+            )
+        self.shape = shapes[0]
+        self.is_whole = self.rule == "sum" and bool(there[:, 1].all())
+
+    def bucket(self) -> str:
+        """Which of the collectives carries it."""
+        if self.rule in ("min", "max"):
+            return self.rule
+        return "whole" if self.is_whole else "sum"
+
+    def contribution(self) -> Tensor:
+        """What this rank adds, flat; a mean travels as the weighted value and, behind it, the weight."""
+        assert self.shape is not None
+        dtype = {"min": torch.float32, "max": torch.float32, "whole": torch.int64, "sum": torch.float64}[self.bucket()]
+        value = _statistic(self.observer, self.name)
+        if value is None:
+            length = torch.Size(self.shape).numel() + (self.rule == "mean")
+            return torch.full((length,), _NEUTRAL[self.rule], dtype=dtype)
+        value = value.detach().cpu().to(dtype).flatten()
+        if self.rule == "sum" and self.name in self.observer._synced:
+            value = value - self.observer._synced[self.name].cpu().to(dtype).flatten()
+        if self.rule == "mean":
+            weight = _new_amount(self.observer) if self.observer.num_observed else 1
+            value = torch.cat([value * weight, torch.tensor([weight], dtype=dtype)])
+        return value
+
+    def receive(self, reduced: Tensor) -> None:
+        """Take what all ranks' contributions became."""
+        assert self.shape is not None
+        if self.rule == "mean":
+            reduced = reduced[:-1] / reduced[-1]
+        reduced = reduced.clone() if self.is_whole else reduced.float()
+        before = _statistic(self.observer, self.name)
+        self.merged = reduced.reshape(self.shape).to("cpu" if before is None else before.device)
+
+    def put(self, *, is_first_rank: bool) -> None:
+        """Put the merged statistic on the observer."""
+        if self.merged is None:
+            return
+        setattr(self.observer, self.name, self.merged)
+        self.observer._observed_dtype = self.dtype
+        if self.rule == "sum" and not is_first_rank:
+            self.observer._synced[self.name] = self.merged.clone()
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The collectives of one sync."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def gather(self, mine: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """The same list of whole numbers from every rank, stacked in rank order, on the CPU."""
+        sent = torch.tensor(mine, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, sent, group=self.group)
+        return torch.stack(everyone).cpu()
+
+    def all_true(self, mine: Sequence[bool]) -> list[bool]:
+        """For each place, whether it is true on every rank."""
+        return [bool(each) for each in self.gather([int(each) for each in mine]).min(dim=0).values]
+
+    def check_same_observers(self, observers: Sequence[Observer]) -> None:
+        """Raise MergeError on every rank unless all sync the same list; nothing else may be exchanged before."""
+        described = ";".join(
+            f"{o.label} {type(o).__name__} {o.base_name} {o.args.model_dump_json()}" for o in observers
         )
+        values = [_statistic(each, name) for each in observers for name in each.merge_rules]
+        most_dims = max((value.ndim for value in values if value is not None), default=0)
+        everyone = self.gather([len(observers), zlib.crc32(described.encode()), most_dims])
+        if int(everyone[:, 2].max()) > _MAX_DIMS:
+            raise MergeError(
+                f"a statistic has {int(everyone[:, 2].max())} dimensions, and at most {_MAX_DIMS} can be synced. "
+                "Flatten it."
+            )
+        if bool((everyone[:, :2] != everyone[0, :2]).any()):
+            raise MergeError(
+                f"the ranks sync different observers ({everyone[:, 0].tolist()} of them, rank by rank). "
+                "Sync observers of the same labels, classes and arguments, in the same order, on every rank."
+            )
+
+    def reduce(self, slots: Sequence[_Slot]) -> None:
+        """Make all ranks' contributions one: a single collective for each kind of operation."""
+        operations = {
+            "min": dist.ReduceOp.MIN,
+            "max": dist.ReduceOp.MAX,
+            "whole": dist.ReduceOp.SUM,
+            "sum": dist.ReduceOp.SUM,
+        }
+        for bucket, operation in operations.items():
+            members = [slot for slot in slots if slot.shape is not None and slot.bucket() == bucket]
+            if not members:
+                continue
+            pieces = [slot.contribution() for slot in members]
+            whole = torch.cat(pieces).to(self.device)
+            dist.all_reduce(whole, op=operation, group=self.group)
+            for slot, piece in zip(members, torch.split(whole.cpu(), [len(piece) for piece in pieces]), strict=True):
+                slot.receive(piece)
 
 
-def _header(observer: Observer, name: str, rule: Rule) -> list[int]:
+def _statistic(observer: Observer, name: str) -> Tensor | None:
+    """A statistic as a tensor, also where a user has set a plain number."""
     value = getattr(observer, name)
-    dtype_seen = _DTYPES.index(observer._observed_dtype) + 1 if observer._observed_dtype in _DTYPES else 0
-    if value is None:
-        return [0, 0, dtype_seen, 0] + [0] * _MAX_DIMS
-    padding = [0] * (_MAX_DIMS - value.ndim)
-    return [1, int(not value.is_floating_point()), dtype_seen, value.ndim, *value.shape, *padding]
+    return None if value is None else torch.as_tensor(value)
 
 
-def _agreed_shape(name: str, header_R: Tensor) -> tuple[int, ...] | None:
-    """The shape of a statistic on the ranks that have it; None where none has."""
-    there = header_R[header_R[:, 0] == 1]
-    if len(there) == 0:
-        return None
-    shapes = {tuple(row[4 : 4 + int(row[3])]) for row in there.tolist()}
-    if len(shapes) > 1:
-        raise MergeError(
-            f"{name} has different shapes on the ranks: {sorted(shapes)}. Observe the same tensor on each."
-        )
-    return next(iter(shapes))
+def _weight(observer: Observer) -> int:
+    return observer.num_observed or 1
 
 
-def _new_amount(observer: Observer, group: dist.ProcessGroup | None) -> int:
-    """How much this rank has seen that no earlier sync has counted; rank 0 stands for what was synced before."""
-    synced = observer._synced.get("num_observed", 0)
-    return observer.num_observed - (int(synced) if dist.get_rank(group) else 0)
+def _new_amount(observer: Observer) -> int:
+    """How much was seen here that no earlier sync has counted."""
+    return observer.num_observed - int(observer._synced.get("num_observed", 0))
 
 
-def _contribution(
-    observer: Observer,
-    name: str,
-    rule: Rule,
-    shape: tuple[int, ...],
-    is_whole: bool,
-    weight: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    dtype = torch.int64 if is_whole else torch.float32 if rule in ("min", "max") else torch.float64
-    value: Tensor | None = getattr(observer, name)
-    if value is None:
-        return torch.full(shape, _NEUTRAL[rule], dtype=dtype).flatten()
-    value = value.detach().to(dtype)
-    if rule == "sum" and dist.get_rank(group) and name in observer._synced:
-        value = value - torch.as_tensor(observer._synced[name]).to(value)
-    return (value * weight if rule == "mean" else value).flatten()
+def _totals(observers: Sequence[Observer], amounts_RO2: Tensor) -> list[int]:
+    """How much all ranks together have seen, for each observer, from what each has and what of it is new."""
+    totals = amounts_RO2[:, :, 1].sum(dim=0).tolist()
+    for each, total, held in zip(observers, totals, amounts_RO2[:, :, 0].amax(dim=0).tolist(), strict=True):
+        if held and not total:
+            raise MergeError(
+                f"{each.label or each.base_name}: these ranks were synced in a larger group, whose first rank stands "
+                "for what all of them saw and is not among them. Sync groups that contain it."
+            )
+    return totals
 
 
-def _reduce(pieces: dict[str, list[Tensor]], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    operations = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-    reduced = {}
-    for bucket, parts in pieces.items():
-        if parts:
-            reduced[bucket] = torch.cat(parts)
-            dist.all_reduce(reduced[bucket], op=operations.get(bucket, dist.ReduceOp.SUM), group=group)
-    return reduced
+def _values_of(observer: Observer, slots: Sequence[_Slot]) -> dict[str, Tensor]:
+    return {slot.name: slot.merged for slot in slots if slot.observer is observer and slot.merged is not None}
 
 
-def _gather(mine: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    """The same tensor from every rank, stacked in rank order, on the CPU."""
-    everyone = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine.to(device), group=group)
-    return torch.stack(everyone).cpu()
+def _is_unchanged(observer: Observer, merged: dict[str, Tensor]) -> bool:
+    """Whether the observer has a range, and will have the same with the `merged` statistics."""
+    before = observer.current_range()
+    if before is None:
+        return False
+    after = (merged.get("min_vals", before[0]), merged.get("max_vals", before[1]))
+    return all(torch.equal(old.float(), new.float()) for old, new in zip(before, after, strict=True))
 
 
-def _home(observer: Observer, name: str, default: torch.device) -> torch.device:
-    value = getattr(observer, name)
-    return default if value is None else value.device
-
-
-def _collective_device(observers: Sequence[Observer], group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors must be for the group's backend: nccl wants this rank's GPU, gloo the CPU."""
-    if "nccl" in str(dist.get_backend(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors must be for the group's backend: the CPU for gloo and mpi, this rank's accelerator for others."""
+    backend = str(dist.get_backend(group))
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or "gloo" in backend or "mpi" in backend:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -29,7 +29,7 @@ class Widening(Observer):
         """The range after `[lo, hi]` was seen, given the one before it."""
         if before is None or not self.remembers:
             return lo_Q, hi_Q
-        return torch.minimum(before[0], lo_Q), torch.maximum(before[1], hi_Q)
+        return torch.minimum(before[0].to(lo_Q), lo_Q), torch.maximum(before[1].to(hi_Q), hi_Q)
 
 
 class Memoryless(Widening):
@@ -79,7 +79,7 @@ class MovingAverage(Observer):
     def _average(self, old: Tensor, new: Tensor) -> Tensor:
         # In float64 a constant stays exactly what it is, and the difference of huge values does not overflow.
         share = self.averaging_constant
-        return (old.double() * (1 - share) + new.double() * share).float()
+        return (old.to(new.device).double() * (1 - share) + new.double() * share).float()
 
 
 @Observer.register("memoryless_minmax")

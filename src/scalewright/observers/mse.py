@@ -45,7 +45,6 @@ class _Searched:
     weights: Tensor | None
     before: Range | None
     global_scale: Tensor
-    result: Range
 
 
 class RangeSearchObserver(Observer):
@@ -69,6 +68,7 @@ class RangeSearchObserver(Observer):
     def reset(self) -> None:
         super().reset()
         self.true_absmax: Tensor | None = None
+        self._found: tuple[Tensor | None, ...] = ()  # min_vals, max_vals and true_absmax as we put them
         self._searched: _Searched | None = None
 
     @override
@@ -77,36 +77,49 @@ class RangeSearchObserver(Observer):
         self._searched = None
 
     @override
-    def statistics_replaced(self) -> None:
-        super().statistics_replaced()
-        self._searched = None
+    def statistics_replaced(self, *, unchanged: bool) -> None:
+        super().statistics_replaced(unchanged=unchanged)
+        self._found = (self.min_vals, self.max_vals, self.true_absmax)
+        if not unchanged:
+            self._searched = None
 
     @override
     def absmax(self) -> Tensor:
-        return super().absmax() if self.true_absmax is None else self.true_absmax
+        # Our maximum says nothing of ranges that a user has set since; one that the user has set is obeyed.
+        is_stale = not self._is_ours and bool(self._found) and self._found[2] is self.true_absmax
+        return super().absmax() if self.true_absmax is None or is_stale else self.true_absmax
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the ranges are those that were found here or merged, and not such as a user has set."""
+        return bool(self._found) and self._found[0] is self.min_vals and self._found[1] is self.max_vals
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         lo_Q, hi_Q = self.range_of(observed)
         absmax = torch.maximum(-lo_Q.min(), hi_Q.max()).clamp(min=0)
-        if self.true_absmax is not None and self.remembers:
-            absmax = torch.maximum(absmax, self.true_absmax)
-        before = self.current_range()
+        # A batch is searched under its own global scale: under that of all batches so far, their order would matter.
         is_grouped = layout.strategy_of(self.args) == "tensor_group"
         global_scale = global_scale_of(absmax) if is_grouped else None
+        if self.true_absmax is not None and self.remembers:
+            absmax = torch.maximum(absmax, self.true_absmax.to(absmax.device))
+        before = self.current_range()
         weights = self.importance_for(observed)
         result = self.fold(before, *self.search(observed, global_scale, weights))
-        self.min_vals, self.max_vals = result
-        self.true_absmax = absmax
+        self.min_vals, self.max_vals, self.true_absmax = self._found = (*result, absmax)
         if global_scale is not None and self.base_name == "weight":
-            self._searched = _Searched(observed, weights, before, global_scale, result)
+            self._searched = _Searched(observed, weights, before, global_scale)
 
     @override
     def chosen_range(self, global_scale: Tensor | None) -> Range:
         searched = self._searched
-        # Ranges that a user has set, or that came from elsewhere, are obeyed.
-        is_ours = searched is not None and searched.result[0] is self.min_vals and searched.result[1] is self.max_vals
-        if searched is None or not is_ours or global_scale is None or torch.equal(global_scale, searched.global_scale):
+        # Ranges that a user has set are obeyed.
+        if (
+            searched is None
+            or not self._is_ours
+            or global_scale is None
+            or torch.equal(global_scale, searched.global_scale)
+        ):
             return super().chosen_range(global_scale)
         return self.fold(searched.before, *self.search(searched.observed, global_scale, searched.weights))
 

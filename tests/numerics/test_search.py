@@ -1,0 +1,338 @@
+"""The range search: it finds what trying everything finds, however the work is cut, and stops only when it may."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from scalewright.numerics import search
+from scalewright.numerics.grids import grid_of
+from scalewright.numerics.layout import min_max
+from scalewright.numerics.scales import global_scale_of
+from scalewright.numerics.search import search_range, shrink_candidates
+
+INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
+INT4_AFFINE = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=16)
+INT8 = QuantizationArgs(num_bits=8, strategy="channel")
+FP8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+NVFP4 = QuantizationArgs(
+    num_bits=4,
+    type="float",
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype=torch.float8_e4m3fn,
+    zp_dtype=torch.float8_e4m3fn,
+)
+FORMATS = {"int4": INT4, "int4 affine": INT4_AFFINE, "int8": INT8, "fp8": FP8, "nvfp4": NVFP4}
+
+
+@pytest.fixture
+def num_threads():
+    """Sets the number of torch's threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(shape) * torch.exp(torch.randn(shape))
+
+
+def bell_shaped(*shape: int, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(shape)
+
+
+def run(x, args, *, candidates=None, norm=2.4, **options):
+    if candidates is None:
+        candidates = shrink_candidates(maxshrink=0.5, grid=20)
+    lo, hi = min_max(x)
+    if args is NVFP4:
+        options.setdefault("global_scale", global_scale_of(x.abs().max()))
+    return search_range(x, lo, hi, args, candidates_K2=candidates, norm=norm, **options)
+
+
+def error_of_everything(x, args, candidates, *, norm, global_scale=None, weights=None, dtype=torch.float32):
+    """The error of every candidate at every position, in float64: [K, *Q]. Written apart from the search."""
+    lo, hi = min_max(x)
+    grid = grid_of(args)
+    numbers = grid.numbers().double()
+    errors = []
+    for factor_lo, factor_hi in candidates.tolist():
+        scale, zero_point = calculate_qparams(lo * factor_lo, hi * factor_hi, args, global_scale)
+        scale = scale.to(dtype).double().unsqueeze(-1)
+        scale = scale if global_scale is None else scale / global_scale.double()
+        zero_point = zero_point.double().unsqueeze(-1)
+        code = x.double() / scale + zero_point
+        if args.type == "int":
+            code = code.round().clamp(grid.low, grid.high)
+        else:  # a tie may go to either number: the error is the same
+            code = numbers[(code.unsqueeze(-1) - numbers).abs().argmin(dim=-1)]
+        error = ((code - zero_point) * scale - x.double()).abs().pow(norm)
+        errors.append((error if weights is None else error * weights.double()).sum(dim=(0, -1)))
+    return torch.stack(errors)
+
+
+# ---- candidates --------------------------------------------------------------------------------------------------
+
+
+def test_candidates_shrink_both_ends_step_by_step_and_stop_before_maxshrink():
+    candidates = shrink_candidates(maxshrink=0.3, grid=10)
+    torch.testing.assert_close(candidates, torch.tensor([[1.0, 1.0], [0.9, 0.9], [0.8, 0.8]]))
+
+
+def test_candidates_with_expand_begin_with_min_max_itself():
+    candidates = shrink_candidates(maxshrink=0.5, grid=4, expand=2.0)
+    torch.testing.assert_close(candidates[:, 0], torch.tensor([1.0, 2.0, 1.5]))
+
+
+def test_min_max_is_not_tried_twice():
+    candidates = shrink_candidates(maxshrink=0.75, grid=4, expand=2.0)  # 2, 1.5, 1
+    torch.testing.assert_close(candidates[:, 0], torch.tensor([1.0, 2.0, 1.5]))
+
+
+@pytest.mark.parametrize(("maxshrink", "grid"), [(0.0, 100.0), (0.001, 100.0), (1.0, 0.5)])
+def test_without_room_to_shrink_there_is_min_max_alone(maxshrink, grid):
+    torch.testing.assert_close(shrink_candidates(maxshrink=maxshrink, grid=grid), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("maxshrink", "grid", "count"),
+    [(0.2, 100.0, 20), (0.95, 20.0, 19), (1.0, 100.0, 100), (0.29, 100.0, 29), (0.57, 100.0, 57)],
+)
+def test_the_number_of_candidates_is_maxshrink_times_grid_and_no_float_error_eats_one(maxshrink, grid, count):
+    candidates = shrink_candidates(maxshrink=maxshrink, grid=grid)
+    assert len(candidates) == count
+    assert (candidates > 0).all()
+
+
+def test_the_expanded_search_goes_from_1_8_to_0_8():
+    candidates = shrink_candidates(maxshrink=1 - 0.8 / 1.8, grid=200, expand=1.8)[:, 0]
+    assert len(candidates) == 112
+    assert candidates[0] == 1
+    assert candidates[1:].max().item() == pytest.approx(1.8)
+    assert candidates[1:].min().item() == pytest.approx(1.8 * (1 - 110 / 200))
+
+
+# ---- the answer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_search_finds_what_trying_everything_finds(name, norm):
+    args, x = FORMATS[name], bell_shaped(1, 6, 2, 128)
+    candidates = shrink_candidates(maxshrink=0.3, grid=100, expand=1.1)
+    global_scale = global_scale_of(x.abs().max()) if args is NVFP4 else None
+    errors = error_of_everything(x, args, candidates, norm=norm, global_scale=global_scale)
+    found = run(x, args, candidates=candidates, norm=norm)
+    least = errors.amin(dim=0)
+    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    torch.testing.assert_close(at_found, least, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.error_Q * found.unit_Q.double().pow(norm), least, rtol=1e-4, atol=0)
+    factors = candidates[found.best_Q]
+    lo, hi = min_max(x)
+    torch.testing.assert_close(found.lo_Q, lo * factors[..., 0], rtol=0, atol=0)
+    torch.testing.assert_close(found.hi_Q, hi * factors[..., 1], rtol=0, atol=0)
+    assert (found.num_tried_Q == len(candidates)).all()
+    assert len(found.best_Q.unique()) > 2  # the case is not a trivial one
+
+
+def test_the_two_ends_may_have_factors_of_their_own():
+    x = heavy_tailed(1, 6, 2, 16)
+    factors = torch.linspace(1, 0.5, 6)
+    candidates = torch.cartesian_prod(factors, factors)
+    errors = error_of_everything(x, INT4_AFFINE, candidates, norm=2.0)
+    found = run(x, INT4_AFFINE, candidates=candidates, norm=2.0)
+    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
+    chosen = candidates[found.best_Q]
+    assert (chosen[..., 0] != chosen[..., 1]).any()
+    lo, hi = min_max(x)
+    torch.testing.assert_close(found.lo_Q, lo * chosen[..., 0], rtol=0, atol=0)
+    torch.testing.assert_close(found.hi_Q, hi * chosen[..., 1], rtol=0, atol=0)
+
+
+def test_observations_add_up():
+    x = heavy_tailed(7, 5, 16)
+    candidates = shrink_candidates(maxshrink=0.6, grid=30)
+    found = run(x, INT8, candidates=candidates)
+    together = run(x.movedim(0, -2).flatten(-2).unsqueeze(0), INT8, candidates=candidates)
+    torch.testing.assert_close(found.best_Q, together.best_Q)
+    torch.testing.assert_close(found.error_Q, together.error_Q, rtol=1e-5, atol=0)
+
+
+def test_the_first_of_equal_candidates_wins():
+    x = bell_shaped(1, 8, 2, 64)
+    factors = torch.tensor([1.0, 0.9, 0.9, 0.8, 0.8, 1.0])
+    found = run(x, INT4, candidates=factors.unsqueeze(1).expand(-1, 2))
+    assert not torch.isin(found.best_Q, torch.tensor([2, 4, 5])).any()
+    assert torch.isin(found.best_Q, torch.tensor([1, 3])).any()
+
+
+def test_zeros_keep_the_first_candidate_and_lose_nothing():
+    found = run(torch.zeros(1, 3, 2, 16), INT4)
+    assert not found.best_Q.any()
+    assert not found.error_Q.any()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**-16)])
+def test_candidates_are_judged_by_the_scale_as_it_is_stored(dtype, size):
+    # Steps so small that rounding the scale (to a denormal, for fp16) decides which candidate is best.
+    x = bell_shaped(1, 40, 1, 64) * size
+    candidates = shrink_candidates(maxshrink=0.2, grid=400)
+    stored = run(x, INT4, candidates=candidates, dtype=dtype)
+    plain = run(x, INT4, candidates=candidates)
+    errors = error_of_everything(x, INT4, candidates, norm=2.4, dtype=dtype)
+    at_stored, at_plain = (errors.gather(0, each.best_Q.unsqueeze(0)).squeeze(0) for each in (stored, plain))
+    torch.testing.assert_close(at_stored, errors.amin(dim=0), rtol=1e-5, atol=0)
+    assert (at_plain > at_stored * 1.001).any()
+
+
+@pytest.mark.parametrize("exponent", [-100, -20, 60])
+@pytest.mark.parametrize("name", ["int4", "int4 affine", "int8", "fp8"])
+def test_scaling_by_a_power_of_two_scales_the_answer_exactly(name, exponent):
+    x = heavy_tailed(1, 6, 2, 16)
+    found, scaled = run(x, FORMATS[name], norm=3.0), run(x * 2.0**exponent, FORMATS[name], norm=3.0)
+    torch.testing.assert_close(scaled.best_Q, found.best_Q)
+    torch.testing.assert_close(scaled.lo_Q, found.lo_Q * 2.0**exponent, rtol=0, atol=0)
+    torch.testing.assert_close(scaled.error_Q, found.error_Q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("absmax", [1e-30, 60000.0, 1e37])
+def test_errors_neither_vanish_nor_overflow(absmax):
+    x = heavy_tailed(1, 6, 2, 16)
+    x = x / x.abs().max() * absmax
+    found = run(x, INT4, norm=3.0)
+    assert torch.isfinite(found.error_Q).all() and (found.error_Q > 0).all()
+    assert (found.best_Q > 0).any()
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_weighted_errors_find_what_trying_everything_finds():
+    x = heavy_tailed(1, 12, 3, 16)
+    weights = torch.rand(1, 1, 3, 16) ** 4
+    candidates = shrink_candidates(maxshrink=0.6, grid=30)
+    errors = error_of_everything(x, INT4, candidates, norm=2.4, weights=weights)
+    found = run(x, INT4, candidates=candidates, weights_NQG=weights)
+    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
+    assert (found.best_Q != run(x, INT4, candidates=candidates).best_Q).any()
+
+
+def test_equal_weights_are_no_weights():
+    x = heavy_tailed(1, 6, 2, 16)
+    plain, weighted = run(x, INT4), run(x, INT4, weights_NQG=torch.full((1, 1, 1, 1), 4.0))
+    torch.testing.assert_close(weighted.best_Q, plain.best_Q)
+    torch.testing.assert_close(weighted.error_Q, plain.error_Q * 4, rtol=0, atol=0)
+
+
+def test_an_element_without_weight_does_not_count():
+    x = heavy_tailed(1, 6, 2, 16).clamp(-2, 2)
+    x[..., 0] = 4.0
+    weights = torch.ones(16)
+    weights[0] = 0
+    candidates = shrink_candidates(maxshrink=0.6, grid=30)
+    unweighted, weighted = run(x, INT8, candidates=candidates), run(x, INT8, candidates=candidates, weights_NQG=weights)
+    assert (unweighted.hi_Q > 3.5).all()
+    assert (weighted.hi_Q < 3).all()
+
+
+# ---- how the work is cut -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_elements", [1, 7, 64, 1000])
+@pytest.mark.parametrize("shape", [(1, 9, 3, 16), (11, 4, 16), (1, 1, 600), (5, 3, 1, 1, 8)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_any_size_give_the_same_answer(shape, weighted, block_elements):
+    x = heavy_tailed(*shape)
+    weights = torch.rand(shape) if weighted else None
+    whole = run(x, INT4, weights_NQG=weights)
+    cut = run(x, INT4, weights_NQG=weights, block_elements=block_elements)
+    torch.testing.assert_close(cut.best_Q, whole.best_Q)
+    torch.testing.assert_close(cut.error_Q, whole.error_Q, rtol=1e-5, atol=0)
+    torch.testing.assert_close(cut.lo_Q, whole.lo_Q, rtol=0, atol=0)
+    torch.testing.assert_close(cut.num_tried_Q, whole.num_tried_Q)
+
+
+@pytest.mark.parametrize("shape", [(1, 300, 4, 64), (64, 1, 512), (1, 1, 50000)])
+def test_any_number_of_threads_gives_the_same_answer(shape, num_threads):
+    x = heavy_tailed(*shape)
+    answers = []
+    for number in (1, 2, 3):
+        num_threads(number)
+        answers.append(run(x, INT4))
+    for other in answers[1:]:
+        torch.testing.assert_close(other.best_Q, answers[0].best_Q)
+        torch.testing.assert_close(other.hi_Q, answers[0].hi_Q, rtol=0, atol=0)
+        torch.testing.assert_close(other.error_Q, answers[0].error_Q, rtol=1e-5, atol=0)
+
+
+def test_work_is_cut_into_blocks_of_the_size_asked_for(monkeypatch):
+    sizes = []
+    measured = search.summed_error
+
+    def recording(x_NQG, *args, **kwargs):
+        sizes.append(x_NQG.numel())
+        return measured(x_NQG, *args, **kwargs)
+
+    monkeypatch.setattr(search, "summed_error", recording)
+    for shape in ((1, 64, 4, 16), (40, 2, 32), (1, 1, 5000)):
+        run(heavy_tailed(*shape), INT4, block_elements=256)
+    assert max(sizes) <= 256
+
+
+# ---- stopping early ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patience", [1, 2, 5])
+@pytest.mark.parametrize("expand", [1.0, 1.8])
+@pytest.mark.parametrize("name", FORMATS)
+def test_patience_never_changes_the_answer(name, expand, patience):
+    candidates = shrink_candidates(maxshrink=0.9, grid=50, expand=expand)
+    for seed in range(3):
+        x = heavy_tailed(1, 16, 2, 16, seed=seed)
+        full = run(x, FORMATS[name], candidates=candidates)
+        hasty = run(x, FORMATS[name], candidates=candidates, patience=patience)
+        torch.testing.assert_close(hasty.best_Q, full.best_Q)
+        torch.testing.assert_close(hasty.error_Q, full.error_Q, rtol=0, atol=0)
+        torch.testing.assert_close(hasty.hi_Q, full.hi_Q, rtol=0, atol=0)
+
+
+def test_patience_never_changes_a_weighted_answer():
+    x, weights = heavy_tailed(1, 16, 2, 16), torch.rand(16) ** 8
+    candidates = shrink_candidates(maxshrink=0.9, grid=50)
+    full = run(x, INT4, candidates=candidates, weights_NQG=weights)
+    hasty = run(x, INT4, candidates=candidates, weights_NQG=weights, patience=1)
+    torch.testing.assert_close(hasty.best_Q, full.best_Q)
+
+
+@pytest.mark.parametrize("patience", [1, 3, 5])
+def test_patience_saves_the_candidates_that_have_no_hope(patience):
+    # One value and zeros: to shrink is to clip that value more and more, and nothing else is gained by it.
+    x = torch.zeros(1, 3, 1, 16)
+    x[..., 0] = torch.tensor([1.0, -3.0, 0.01]).reshape(1, 3, 1)
+    candidates = shrink_candidates(maxshrink=0.9, grid=50)
+    assert (run(x, FP8, candidates=candidates).num_tried_Q == len(candidates)).all()
+    hasty = run(x, FP8, candidates=candidates, patience=patience)
+    assert (hasty.num_tried_Q == 1 + patience).all()
+
+
+def test_a_position_without_hope_does_not_stop_the_others():
+    x = torch.zeros(1, 2, 1, 64)
+    x[0, 0, 0, 0] = 1.0
+    x[0, 1] = heavy_tailed(1, 64, seed=3).clamp(-4, 4)
+    candidates = shrink_candidates(maxshrink=0.5, grid=50)
+    hasty = run(x, INT4, candidates=candidates, patience=1)
+    full = run(x, INT4, candidates=candidates)
+    assert hasty.num_tried_Q[0, 0] < hasty.num_tried_Q[1, 0]
+    torch.testing.assert_close(hasty.best_Q, full.best_Q)
+
+
+def test_more_patience_tries_more():
+    x = heavy_tailed(1, 32, 2, 16)
+    candidates = shrink_candidates(maxshrink=0.95, grid=100)
+    tried = [run(x, INT8, candidates=candidates, patience=patience).num_tried_Q.sum() for patience in (1, 5, 20, 0)]
+    assert tried[0] < tried[1] < tried[2] < tried[3]
