@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread in each test process, so that processes side by side do not fight for cores."""
+"""What all tests share: one torch thread in each test process, so that they do not fight for the cores."""
 
 import torch
 

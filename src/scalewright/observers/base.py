@@ -69,6 +69,9 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
     ordered: ClassVar[bool] = False
     """Whether seeing the same batches in another order gives other statistics."""
 
+    watches: ClassVar[tuple[str, ...]] = ("weights", "activations", "attention states")
+    """What the class is made for, in words for the docs; other tensors are not refused."""
+
     strategies: ClassVar[tuple[str, ...]] = ()
     """The strategies that the class can serve; empty for all that the base name allows."""
 

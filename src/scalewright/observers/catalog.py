@@ -6,7 +6,7 @@ from scalewright.numerics.layout import STRATEGIES
 from scalewright.observers.base import Observer
 
 _ALL_STRATEGIES = tuple(dict.fromkeys(strategy for some in STRATEGIES.values() for strategy in some))
-COLUMNS = ("name", "what it finds", "strategies", "knobs (defaults)", "merge", "ordered")
+COLUMNS = ("name", "what it finds", "watches", "strategies", "knobs (defaults)", "merge", "ordered")
 
 
 def registered_observers() -> dict[str, type[Observer]]:
@@ -20,6 +20,7 @@ def observer_rows() -> list[tuple[str, ...]]:
         (
             name,
             (cls.__doc__ or "").strip().splitlines()[0],
+            ", ".join(cls.watches),
             ", ".join(cls.strategies or _ALL_STRATEGIES),
             ", ".join(f"{knob.name} ({_shown(knob.default)})" for knob in cls.knobs) or "none",
             ", ".join(f"{statistic}: {rule}" for statistic, rule in cls.merge_rules.items()),

@@ -28,6 +28,7 @@ from scalewright.observers.minmax import Range, Widening
 class HistogramObserver(Widening):
     """`counts` (*qparam_shape, 65536), int64: how often each bf16 value was seen, in ascending order of the values."""
 
+    watches: ClassVar[tuple[str, ...]] = ("activations", "attention states")
     strategies: ClassVar[tuple[str, ...]] = ("tensor", "attn_head")
     merge_rules: ClassVar[Mapping[str, Rule]] = {**Widening.merge_rules, "counts": "sum"}
 

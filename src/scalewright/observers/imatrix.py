@@ -35,6 +35,7 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
     them up instead of collecting anew.
     """
 
+    watches: ClassVar[tuple[str, ...]] = ("weights",)
     knobs: ClassVar[tuple[Knob, ...]] = (
         *with_defaults(SEARCH_KNOBS, maxshrink=0.95, grid=20.0, norm=3.0),
         Knob("strict", False, "whether missing importance is an error"),
