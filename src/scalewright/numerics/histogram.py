@@ -15,6 +15,7 @@ from scalewright.numerics.grids import Grid
 # N observations, Q qparam positions, G elements that share one scale, C codes in order of their value.
 
 NUM_CODES = 1 << 16
+_TABLE = 1 << 19  # cuts times bins that are worked on at a time
 
 
 def count_codes(x_NQG: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def entropy_threshold(counts_C: Tensor, values_C: Tensor, grid: Grid, *, num_bin
     num_levels = len(edges) - 1
     first = min(num_levels, num_bins)
     cuts = torch.arange(first, num_bins + 1, device=mass.device)
-    divergence = torch.cat([_divergence(mass, some, edges) for some in torch.split(cuts, 256)])
+    divergence = torch.cat([_divergence(mass, some, edges) for some in torch.split(cuts, max(1, _TABLE // num_bins))])
     best = cuts[torch.argmin(divergence)]
     return (absmax * best / num_bins).float()
 

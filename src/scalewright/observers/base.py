@@ -233,9 +233,13 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self._check_has_statistics()
         unseen = sum(not each.has_statistics for each in self._fused_observers)
         if unseen:
+            unseen_labels = sorted(
+                each.label for each in self._fused_observers if each.label and not each.has_statistics
+            )
             raise NoStatisticsError(
                 "All fused observers must be run before get_qparams: "
-                f"{unseen} of {len(self._fused_observers) + 1} have seen nothing."
+                f"{unseen} of {len(self._fused_observers) + 1} have seen nothing"
+                f"{' (' + ', '.join(unseen_labels) + ')' if unseen_labels else ''}."
             )
         absmax = self.absmax()
         for each in self._fused_observers:
@@ -384,6 +388,6 @@ def _non_finite(observed: Tensor, keep: Tensor | None, base_name: str) -> NonFin
         )
     first = tuple(int(i) for i in bad.nonzero()[0])
     return NonFiniteError(
-        f"{num_nan} NaN and {num_inf} Inf among {values.numel()} values, the first at index {first}. "
+        f"{num_nan} NaN and {num_inf} Inf among {int(counted.sum())} values, the first at index {first}. "
         "No scale can be computed from them: mend the tensor, or leave this layer out."
     )

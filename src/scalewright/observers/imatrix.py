@@ -104,7 +104,10 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
             x_TC = x.detach().reshape(-1, x.shape[-1]).float()
             sum_C = x_TC.square().sum(dim=0)
             if not bool(torch.isfinite(sum_C).all()):
-                raise NonFiniteError("the module's input has NaN or Inf in it, so it has no importance. Mend the data.")
+                raise NonFiniteError(
+                    "the module's input has NaN or Inf in it, or numbers too large to be squared in fp32, so it has no "
+                    "importance. Mend the data."
+                )
             if self._imatrix_sum is None:
                 self._imatrix_sum = torch.zeros_like(sum_C)
             if self._imatrix_sum.shape != sum_C.shape:
