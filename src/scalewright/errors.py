@@ -8,6 +8,7 @@
     ├── RegistrationError      (ValueError)      a class that cannot be registered under that name
     ├── UnknownObserverError   (KeyError)        no observer has that name
     ├── NoStatisticsError      (AssertionError)  qparams were asked for before anything was seen
+    ├── StaleWeightError       (RuntimeError)    a weight was changed between observing and reading
     └── MergeError             (ValueError)      statistics that do not belong together
 
 A message reads ``<where>: <what is wrong, with both numbers>. <what to do>.`` Deep code raises the short
@@ -61,6 +62,10 @@ class UnknownObserverError(ScalewrightError, KeyError):
 
 class NoStatisticsError(ScalewrightError, AssertionError):
     """Quantisation parameters were asked for before a value was observed."""
+
+
+class StaleWeightError(ScalewrightError, RuntimeError):
+    """A weight that must be searched again was changed after it was observed."""
 
 
 class MergeError(ScalewrightError, ValueError):

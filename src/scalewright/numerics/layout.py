@@ -92,15 +92,18 @@ def align_mask(mask: Tensor, value: Tensor, base_name: str) -> Tensor:
             "Give 1 for tokens that count and 0 for those that do not."
         )
     keep = (mask != 0).to(value.device)
-    if keep.numel() == math.prod(tokens) and keep.ndim != len(tokens):
+    if keep.ndim != len(tokens) and keep.numel() == math.prod(tokens):
         return keep.reshape(tokens)
-    try:
+    if keep.ndim == 2 and len(tokens) > 2:  # [batch, sequence], for [batch, ..., sequence]
+        keep = keep.reshape(len(keep), *[1] * (len(tokens) - 2), -1)
+    if keep.ndim == 1 and len(keep) == tokens[-1]:  # one for each place in the sequence
+        keep = keep.reshape(*[1] * (len(tokens) - 1), -1)
+    if keep.ndim == len(tokens) and all(have in (1, want) for have, want in zip(keep.shape, tokens, strict=True)):
         return keep.expand(tokens)
-    except RuntimeError:
-        raise LayoutError(
-            f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tokens}. "
-            "Give one entry for each token, as an attention mask [batch, sequence] does."
-        ) from None
+    raise LayoutError(
+        f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tokens}. "
+        "Give one entry for each token, as an attention mask [batch, sequence] does."
+    )
 
 
 def drop_masked_tokens(value: Tensor, base_name: str, args: QuantizationArgs, keep: Tensor) -> Tensor:

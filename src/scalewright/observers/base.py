@@ -16,6 +16,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.utils import InternalModule
 from torch import Tensor
+from typing_extensions import override
 
 from scalewright.errors import (
     LayoutError,
@@ -28,7 +29,7 @@ from scalewright.numerics import layout
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.scales import effective_scale, global_scale_of, stored_dtype, stored_qparams
 from scalewright.observers.knobs import Knob, parse_knobs
-from scalewright.observers.merging import Rule, merge_statistics, sync_statistics
+from scalewright.observers.merging import Rule, join_dtypes, merge_statistics, sync_statistics
 from scalewright.observers.registry import NamedObservers
 
 
@@ -40,12 +41,16 @@ class QParamsDict(TypedDict):
     global_scale: Tensor | None
 
 
+Range = tuple[Tensor, Tensor]
+"""The least and the largest value at each qparam position."""
+
+
 @dataclass(frozen=True)
 class Observed:
     """The value that an observer is looking at just now: flattened, and what is known of it."""
 
     x_NQG: Tensor
-    range: tuple[Tensor, Tensor]
+    range: Range
     shape: tuple[int, ...]
     g_idx: Tensor | None
 
@@ -87,8 +92,13 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
+        if type(self) is Observer:
+            raise TypeError(
+                "Observer is the base of all observers. Make one with Observer.load_from_registry(name, ...)."
+            )
         given = args if args is not None else quantization_args
-        if not isinstance(given, QuantizationArgs) or (args is not None and quantization_args is not None):
+        are_both_given = args is not None and quantization_args is not None
+        if not isinstance(base_name, str) or not isinstance(given, QuantizationArgs) or are_both_given:
             raise TypeError(
                 f"{type(self).__name__} takes a base name and QuantizationArgs, as args= or quantization_args=; "
                 f"got base_name={base_name!r}, args={args!r}, quantization_args={quantization_args!r}."
@@ -100,9 +110,15 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """Where the observed tensor lives, such as a module's name: error texts and notes begin with it."""
         self._fused_observers: set[Observer] = set()
         self._current: Observed | None = None
-        for name, value in parse_knobs(self.registry_name or type(self).__name__, self.knobs, knob_values).items():
+        for name, value in parse_knobs(self._observer_name, self.knobs, knob_values).items():
             setattr(self, name, value)
         self.reset()
+
+    @override
+    def extra_repr(self) -> str:
+        """What `print(observer)` says of it."""
+        knobs = "".join(f", {knob.name}={getattr(self, knob.name)!r}" for knob in self.knobs)
+        return f"{self.base_name!r}, {layout.strategy_of(self.args)} {grid_of(self.args).name}{knobs}"
 
     # ---- a module's observer -----------------------------------------------------------------------------------
 
@@ -120,12 +136,18 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self.max_vals = None
         self.num_observed = 0
         self._observed_dtype: torch.dtype | None = None
+        self._own_range: tuple[Tensor | None, Tensor | None] = (None, None)
         self._synced: dict[str, Tensor] = {}
 
     @property
     def has_statistics(self) -> bool:
         """Whether qparams can be computed."""
         return self.min_vals is not None and self.max_vals is not None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a value joins what was seen before, or takes its place."""
+        return True
 
     @property
     def num_observed_tokens(self) -> int:
@@ -146,10 +168,13 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """
         if not isinstance(observed, Tensor):
             raise TypeError(f"{self._where}: an observer watches tensors, got {type(observed).__name__}.")
-        if observed.is_complex() or observed.is_meta:
-            kind = "a complex tensor" if observed.is_complex() else "a tensor on the meta device"
-            raise TypeError(f"{self._where}: {kind} has no range to observe.")
+        if observed.is_complex() or observed.is_meta or observed.layout != torch.strided or observed.is_quantized:
+            raise TypeError(
+                f"{self._where}: only dense real tensors with values can be observed; this one has dtype "
+                f"{observed.dtype}, layout {observed.layout} and device {observed.device}."
+            )
         try:
+            g_idx, mask = (None if each is None else torch.as_tensor(each) for each in (g_idx, mask))
             self._observe(observed.detach(), g_idx, mask)
         except ScalewrightError as error:
             raise error.at(self._where) from None
@@ -176,7 +201,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
             self.update_statistics_from_observed(x_NQG)
         finally:
             self._current = None
-        self._observed_dtype = observed.dtype
+        self._own_range = (self.min_vals, self.max_vals)
+        self._observed_dtype = join_dtypes(self._observed_dtype if self.remembers else None, observed.dtype)
         self.num_observed += 1 if self.base_name == "weight" else self._count_tokens(observed, keep)
 
     @abstractmethod
@@ -187,15 +213,22 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """
         raise NotImplementedError
 
-    def range_of(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+    def range_of(self, observed: Tensor) -> Range:
         """Least and largest value of `observed` at each qparam position, fp32; `forward` knows them already."""
         if self._current is not None and self._current.x_NQG is observed:
             return self._current.range
         return layout.min_max(observed)
 
-    def current_range(self) -> tuple[Tensor, Tensor] | None:
-        """`min_vals` and `max_vals`; None when nothing was seen."""
-        return None if self.min_vals is None or self.max_vals is None else (self.min_vals, self.max_vals)
+    def current_range(self) -> Range | None:
+        """`min_vals` and `max_vals` in fp32, also where a user has set plain numbers; None when nothing was seen."""
+        if self.min_vals is None or self.max_vals is None:
+            return None
+        return torch.as_tensor(self.min_vals).float(), torch.as_tensor(self.max_vals).float()
+
+    @property
+    def has_own_range(self) -> bool:
+        """Whether `min_vals` and `max_vals` are as this class or a merge put them, and not such as a user has set."""
+        return self._own_range[0] is self.min_vals and self._own_range[1] is self.max_vals
 
     # ---- qparams -----------------------------------------------------------------------------------------------
 
@@ -208,6 +241,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self._check_has_statistics()
         global_scale = self.get_global_scale()
         lo_Q, hi_Q = self.chosen_range(global_scale)
+        if not bool((torch.isfinite(lo_Q) & torch.isfinite(hi_Q)).all()):
+            raise NonFiniteError(f"{self._where}: min_vals or max_vals were set to NaN or Inf. Set finite numbers.")
         scale, zero_point = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
@@ -216,15 +251,17 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         qparams = self.get_qparams()
         return iter((qparams["scale"], qparams["zero_point"]))
 
-    def chosen_range(self, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def chosen_range(self, global_scale: Tensor | None) -> Range:
         """The range that the qparams are computed from, given the global scale; statistics are there."""
-        assert self.min_vals is not None and self.max_vals is not None
-        return self.min_vals.float(), self.max_vals.float()
+        current = self.current_range()
+        assert current is not None
+        return current
 
     def absmax(self) -> Tensor:
         """The largest magnitude that was seen, which the global scale is made from; statistics are there."""
-        assert self.min_vals is not None and self.max_vals is not None
-        return torch.maximum(-self.min_vals.min(), self.max_vals.max()).float()
+        current = self.current_range()
+        assert current is not None
+        return torch.maximum(-current[0].min(), current[1].max())
 
     def get_global_scale(self) -> Tensor | None:
         """The global scale of this observer and its fused partners, shape (1,); None unless TENSOR_GROUP."""
@@ -253,41 +290,40 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
     def notes(self) -> list[str]:
         """What a user should know: nothing seen, dead positions, fall-backs. Empty when all is well."""
-        if not self.has_statistics:
+        current = self.current_range()
+        if current is None:
             return [f"{self._where}: nothing was observed, so there are no qparams."]
-        assert self.min_vals is not None and self.max_vals is not None
-        total = self.min_vals.numel()
-        is_dead = (self.min_vals >= 0) & (self.max_vals <= 0)
-        notes = []
-        if bool(is_dead.any()):
-            notes.append(
-                f"{int(is_dead.sum())} of {total} qparam positions saw nothing but zeros; their scale is a stand-in"
-            )
-        num_lost = int((self._rounds_to_nothing() & ~is_dead).sum())
-        if num_lost:
-            notes.append(
-                f"{num_lost} of {total} qparam positions are too small for any scale of this format and round to zero"
-            )
-        return [f"{self._where}: {note}." for note in notes]
+        if not all(each.has_statistics for each in self._fused_observers):
+            return [f"{self._where}: a fused partner has seen nothing, so there is no global scale."]
+        lo_Q, hi_Q = current
+        is_dead_Q = (lo_Q >= 0) & (hi_Q <= 0)
+        counts = {
+            "saw nothing but zeros; their scale is a stand-in": is_dead_Q,
+            "are too small for any scale of this format and round to zero": self._rounds_to_nothing(lo_Q, hi_Q)
+            & ~is_dead_Q,
+        }
+        return [
+            f"{self._where}: {int(is_so.sum())} of {lo_Q.numel()} qparam positions {what}."
+            for what, is_so in counts.items()
+            if bool(is_so.any())
+        ]
 
-    def _rounds_to_nothing(self) -> Tensor:
+    def _rounds_to_nothing(self, lo_Q: Tensor, hi_Q: Tensor) -> Tensor:
         """Where even the largest value is less than half of the smallest code."""
-        assert self.min_vals is not None and self.max_vals is not None
-        is_alone = all(each.has_statistics for each in self._fused_observers)
-        global_scale = self.get_global_scale() if is_alone else None
-        lo_Q, hi_Q = self.min_vals.float(), self.max_vals.float()
+        global_scale = self.get_global_scale()
         scale, _ = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
-        absmax = torch.maximum(-lo_Q, hi_Q).reshape(scale.shape)
-        return (absmax <= effective_scale(scale, global_scale) * (grid_of(self.args).smallest / 2)).reshape(lo_Q.shape)
+        step_Q = (effective_scale(scale, global_scale) * grid_of(self.args).smallest).reshape(lo_Q.shape)
+        return torch.maximum(-lo_Q, hi_Q) <= step_Q / 2
 
     # ---- more than one observer --------------------------------------------------------------------------------
 
     @staticmethod
     def fuse(observers: Iterable[Observer]) -> None:
-        """Link observers whose tensors a loader merges into one: they share a global scale."""
-        group = list(observers)
+        """Link observers whose tensors a loader merges into one, and all that these are linked to: one global scale."""
+        linked = list(observers)
+        group = set(linked).union(*(each._fused_observers for each in linked))
         for each in group:
-            each._fused_observers.update(other for other in group if other is not each)
+            each._fused_observers = group - {each}
 
     @torch.no_grad()
     def merge(self, other: Observer) -> Observer:
@@ -313,8 +349,13 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
         `unchanged` says that the range is, on this and every other rank, what it was before.
         """
+        self._own_range = (self.min_vals, self.max_vals)
 
     # ---- checks ------------------------------------------------------------------------------------------------
+
+    @property
+    def _observer_name(self) -> str:
+        return str(vars(type(self)).get("registry_name", type(self).__name__))
 
     @property
     def _where(self) -> str:
@@ -324,11 +365,13 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         layout.check_strategy(self.base_name, self.args)
         if self.strategies and layout.strategy_of(self.args) not in self.strategies:
             raise LayoutError(
-                f"observer '{self.registry_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
+                f"observer '{self._observer_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
                 f"It serves: {', '.join(self.strategies)}."
             )
 
     def _check_mergeable(self, other: Observer) -> None:
+        if other is self:
+            raise MergeError("an observer cannot be merged into itself: it would count everything twice.")
         if type(other) is not type(self):
             raise MergeError(
                 f"{type(other).__name__} cannot be merged into {type(self).__name__}. Merge like with like."
@@ -357,11 +400,6 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
                 f"this value has qparams of shape {tuple(shape)}, and what was seen before has {tuple(before.shape)}. "
                 "Give values of one shape, or reset() in between."
             )
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a value joins what was seen before, or takes its place."""
-        return True
 
     def _count_tokens(self, observed: Tensor, keep: Tensor | None) -> int:
         return (

@@ -19,15 +19,21 @@ def observer_rows() -> list[tuple[str, ...]]:
     return [
         (
             name,
-            (cls.__doc__ or "").strip().splitlines()[0],
+            next(iter((cls.__doc__ or "").strip().splitlines()), ""),
             ", ".join(cls.watches),
-            ", ".join(cls.strategies or _ALL_STRATEGIES),
+            ", ".join(_strategies_of(cls)),
             ", ".join(f"{knob.name} ({_shown(knob.default)})" for knob in cls.knobs) or "none",
             ", ".join(f"{statistic}: {rule}" for statistic, rule in cls.merge_rules.items()),
             "yes" if cls.ordered else "no",
         )
         for name, cls in registered_observers().items()
     ]
+
+
+def _strategies_of(cls: type[Observer]) -> tuple[str, ...]:
+    if cls.strategies:
+        return cls.strategies
+    return STRATEGIES["weight"] if cls.watches == ("weights",) else _ALL_STRATEGIES
 
 
 def observers_markdown() -> str:

@@ -17,10 +17,10 @@ from typing_extensions import override
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.histogram import code_values, count_codes, entropy_threshold, range_holding
 from scalewright.numerics.search import search_range, shrink_candidates
-from scalewright.observers.base import Observer
+from scalewright.observers.base import Observer, Range
+from scalewright.observers.folding import Widening
 from scalewright.observers.knobs import Knob
 from scalewright.observers.merging import Rule
-from scalewright.observers.minmax import Range, Widening
 
 # Q qparam positions, C codes in order of their value.
 
@@ -45,7 +45,7 @@ class HistogramObserver(Widening):
 
     @override
     def chosen_range(self, global_scale: Tensor | None) -> Range:
-        if self.counts is None:  # the extremes were set by hand
+        if self.counts is None or not self.has_own_range:  # ranges that a user has set are obeyed
             return super().chosen_range(global_scale)
         values_C = code_values(self.counts.device)
         found = [self.range_from(counts_C, values_C) for counts_C in self.counts.reshape(-1, len(values_C))]
@@ -69,14 +69,34 @@ class PercentileObserver(HistogramObserver):
 
     @override
     def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
-        return range_holding(counts_C, values_C, self.percentile, symmetric=self.args.symmetric)
+        lo, hi = range_holding(counts_C, values_C, self.percentile, symmetric=self.args.symmetric)
+        if lo < 0 or hi > 0:
+            return lo, hi
+        # So many zeros that nothing else is within the percentage: a range of nothing would lose everything.
+        seen = values_C[counts_C > 0]
+        return seen.min(), seen.max()
+
+    @override
+    def notes(self) -> list[str]:
+        if self.counts is None:
+            return super().notes()
+        num_zeros_Q = self.counts[..., code_values(self.counts.device) == 0].sum(dim=-1)
+        is_sparse_Q = num_zeros_Q >= self.counts.sum(dim=-1) * (self.percentile / 100)
+        num_sparse = int((is_sparse_Q & (num_zeros_Q < self.counts.sum(dim=-1))).sum())
+        if not num_sparse:
+            return super().notes()
+        return [
+            *super().notes(),
+            f"{self._where}: at {num_sparse} of {is_sparse_Q.numel()} qparam positions {self.percentile:g} percent of "
+            "all values are zeros, so the whole range is taken.",
+        ]
 
 
 @Observer.register("entropy")
 class EntropyObserver(HistogramObserver):
     """The clipping magnitude at which the quantised distribution of |x| diverges least (KL) from the true one."""
 
-    knobs: ClassVar[tuple[Knob, ...]] = (Knob("bins", 2048, "bins that |x| is sorted into", low=256, high=65536),)
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("bins", 2048, "bins that |x| is sorted into", low=256, high=8192),)
     bins: int
 
     @override
@@ -88,7 +108,7 @@ class EntropyObserver(HistogramObserver):
 
 @Observer.register("histogram_mse")
 class HistogramMSEObserver(HistogramObserver):
-    """The range with the least error over all values that were seen; the two ends of an affine range move apart."""
+    """The range that loses least over all values that were seen; the ends of an affine range are searched in turn."""
 
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob("maxshrink", 0.95, "how far the range may shrink, as a share of it", low=0, high=1),

@@ -17,9 +17,9 @@ from typing_extensions import override
 from scalewright.errors import ImportanceError, LayoutError, NonFiniteError, ScalewrightError
 from scalewright.numerics import layout
 from scalewright.observers.base import Observer
+from scalewright.observers.folding import Memoryless
 from scalewright.observers.knobs import Knob, with_defaults
 from scalewright.observers.merging import Rule
-from scalewright.observers.minmax import Memoryless
 from scalewright.observers.mse import SEARCH_KNOBS, RangeSearchObserver
 
 
@@ -54,17 +54,23 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
         self._imatrix_sum: Tensor | None = None
         self._imatrix_count: Tensor = torch.tensor(0, dtype=torch.int64)
         self._fallback: str | None = None
+        self.input_mask: Tensor | None = None
 
     # ---- collecting --------------------------------------------------------------------------------------------
 
     @override
     def attach(self, module: torch.nn.Module) -> None:
-        """Take over the importance that stands on `module`, or begin to collect it from the module's inputs."""
+        """Take over the importance that stands on `module`, or begin to collect it from the module's inputs.
+
+        While the hook collects, tokens that are zero in `input_mask` are left out.
+        """
         super().attach(module)
-        if getattr(module, "_imatrix_sum", None) is not None:
+        module = _without_compiler(module)
+        left_behind = getattr(module, "_imatrix_sum", None)
+        count = torch.as_tensor(getattr(module, "_imatrix_count", 1))
+        if left_behind is not None and bool(count > 0):
             # A sum without a count still says how the channels compare.
-            self._imatrix_sum = torch.as_tensor(module._imatrix_sum)
-            self._imatrix_count = torch.as_tensor(getattr(module, "_imatrix_count", 1))
+            self._imatrix_sum, self._imatrix_count = torch.as_tensor(left_behind), count
             _forget(module)
             return
         in_features = getattr(module, "in_features", None)
@@ -79,7 +85,7 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
             x = next(iter((*inputs, *keywords.values())), None)
             x = x[0] if isinstance(x, tuple) and x else x
             if isinstance(x, Tensor):
-                self.observe_input(x)
+                self.observe_input(x, mask=self.input_mask)
                 self._share_with(mod)
 
         module._imatrix_hook = module.register_forward_pre_hook(collect, with_kwargs=True)  # type: ignore[assignment]
@@ -88,11 +94,12 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
     def detach(self, module: torch.nn.Module) -> None:
         """Remove the hook; what it collected stays on `module` for the next observer."""
         super().detach(module)
+        module = _without_compiler(module)
         hook = module.__dict__.pop("_imatrix_hook", None)
         if isinstance(hook, RemovableHandle):
             hook.remove()
             self._share_with(module)
-            if self._imatrix_sum is None:
+            if self.importance is None:
                 _forget(module)
 
     @torch.no_grad()
@@ -127,9 +134,11 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
 
     @property
     def importance(self) -> Tensor | None:
-        """E[x^2] of each input channel; None when nothing was collected."""
+        """E[x^2] of each input channel; None when nothing was collected. A sum that was set without a count will do."""
         count = int(self._imatrix_count)
-        return None if self._imatrix_sum is None or count == 0 else self._imatrix_sum / count
+        if self._imatrix_sum is None or (count == 0 and not bool((self._imatrix_sum != 0).any())):
+            return None
+        return self._imatrix_sum / max(1, count)
 
     @override
     def importance_for(self, observed: Tensor) -> Tensor | None:
@@ -149,6 +158,12 @@ class IMatrixMSEObserver(Memoryless, RangeSearchObserver):
         if self._fallback is None:
             return super().notes()
         return [*super().notes(), f"{self._where}: {self._fallback}, so all errors weigh the same."]
+
+
+def _without_compiler(module: torch.nn.Module) -> torch.nn.Module:
+    """The module itself, where `torch.compile` has wrapped it."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def _forget(module: torch.nn.Module) -> None:

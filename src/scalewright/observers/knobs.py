@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from scalewright.errors import KnobError, did_you_mean
@@ -53,7 +54,7 @@ class Knob:
         if isinstance(self.default, bool) or self.choices or isinstance(self.default, str):
             fits = isinstance(value, type(self.default)) and (not self.choices or value in self.choices)
         else:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and self._holds(value)
+            fits = isinstance(value, Real) and not isinstance(value, bool) and self._holds(float(value))
         if not fits:
             raise KnobError(f"{self.name} must be {self.bounds}, got {value!r}")
         return type(self.default)(value)

@@ -58,10 +58,17 @@ def merge_statistics(into: Observer, other: Observer) -> None:
     for name, value in merged.items():
         setattr(into, name, value)
     into.num_observed += other.num_observed
-    into._observed_dtype = into._observed_dtype or other._observed_dtype
+    into._observed_dtype = join_dtypes(into._observed_dtype, other._observed_dtype)
     for name, amount in other._synced.items():
         into._synced[name] = into._synced[name] + amount if name in into._synced else amount
     into.statistics_replaced(unchanged=unchanged)
+
+
+def join_dtypes(one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that stands for values of both, whatever their order: their own if they agree, else fp32."""
+    if one is None or other is None:
+        return one or other
+    return one if one == other else torch.float32
 
 
 def _combine(rule: Rule, mine: Tensor, theirs: Tensor, my_weight: int, their_weight: int) -> Tensor:
@@ -120,7 +127,7 @@ class _Slot:
     def header(self) -> list[int]:
         """What the other ranks must know of it: is it there, is it whole-numbered, dtype seen, shape."""
         value, seen = _statistic(self.observer, self.name), self.observer._observed_dtype
-        dtype = _DTYPES.index(seen) + 1 if seen in _DTYPES else 0
+        dtype = 0 if seen is None else 1 + _DTYPES.index(seen if seen in _DTYPES else torch.float32)
         if value is None:
             return [0, 0, dtype, 0] + [0] * _MAX_DIMS
         padding = [0] * (_MAX_DIMS - value.ndim)
@@ -129,8 +136,8 @@ class _Slot:
     def agree(self, header_RH: Tensor) -> None:
         """Settle shape and kind from all ranks' headers, or raise MergeError on all of them."""
         there = header_RH[header_RH[:, 0] == 1]
-        seen = int(header_RH[:, 2].max())
-        self.dtype = _DTYPES[seen - 1] if seen else None
+        for seen in header_RH[:, 2].tolist():
+            self.dtype = join_dtypes(self.dtype, _DTYPES[seen - 1] if seen else None)
         if len(there) == 0:
             return
         shapes = sorted({tuple(row[4 : 4 + row[3]]) for row in there.tolist()})
@@ -158,7 +165,9 @@ class _Slot:
             return torch.full((length,), _NEUTRAL[self.rule], dtype=dtype)
         value = value.detach().cpu().to(dtype).flatten()
         if self.rule == "sum" and self.name in self.observer._synced:
-            value = value - self.observer._synced[self.name].cpu().to(dtype).flatten()
+            new = value - self.observer._synced[self.name].cpu().to(dtype).flatten()
+            # Sums never shrink by observing: what is less than before was set by hand, and is all new.
+            value = value if bool((new < 0).any()) else new
         if self.rule == "mean":
             weight = _new_amount(self.observer) if self.observer.num_observed else 1
             value = torch.cat([value * weight, torch.tensor([weight], dtype=dtype)])

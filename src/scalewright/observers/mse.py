@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from scalewright.errors import StaleWeightError
 from scalewright.numerics import layout
 from scalewright.numerics.scales import global_scale_of, stored_dtype
 from scalewright.numerics.search import search_range, shrink_candidates
-from scalewright.observers.base import Observer
+from scalewright.observers.base import Observer, Range
+from scalewright.observers.folding import Memoryless, MovingAverage
 from scalewright.observers.knobs import Knob, with_defaults
 from scalewright.observers.merging import Rule
-from scalewright.observers.minmax import Memoryless, MovingAverage, Range
 
 # N observations, Q qparam positions, G elements that share one scale.
 
@@ -26,8 +27,8 @@ SEARCH_KNOBS = (
     Knob(
         "patience",
         5,
-        "candidates without improvement after which a position may stop early; it stops only where no later one "
-        "can be better. 0: never",
+        "candidates without improvement after which a position may stop early, in symmetric formats without "
+        "importance; it stops only where no later one can be better. 0: never",
         low=0,
         changes="time",
     ),
@@ -42,9 +43,11 @@ class _Searched:
     """A weight under TENSOR_GROUP, kept to be searched again when a fused partner changes the global scale."""
 
     observed: Tensor
+    version: int
     weights: Tensor | None
     before: Range | None
-    global_scale: Tensor
+    results: dict[float, Range]
+    """What was found under each global scale that was asked for."""
 
 
 class RangeSearchObserver(Observer):
@@ -52,7 +55,8 @@ class RangeSearchObserver(Observer):
 
     What is measured is what will be stored, with its rounded scale. Under TENSOR_GROUP the scale depends on the
     global scale, which comes from true maxima, those of fused partners included. Partners may be seen later, so the
-    weight is remembered by reference (until `reset` or `detach`) and searched again if the global scale has changed.
+    weight is remembered by reference, and searched again if the global scale has changed: leave it as it is until its
+    qparams were read, or `detach` was called, with all partners seen.
     """
 
     knobs: ClassVar[tuple[Knob, ...]] = SEARCH_KNOBS
@@ -68,31 +72,31 @@ class RangeSearchObserver(Observer):
     def reset(self) -> None:
         super().reset()
         self.true_absmax: Tensor | None = None
-        self._found: tuple[Tensor | None, ...] = ()  # min_vals, max_vals and true_absmax as we put them
+        self._own_absmax: Tensor | None = None
         self._searched: _Searched | None = None
 
     @override
     def detach(self, module: torch.nn.Module) -> None:
         super().detach(module)
-        self._searched = None
+        if self._searched is not None and all(each.has_statistics for each in self._fused_observers):
+            if self.has_own_range:
+                self.min_vals, self.max_vals = self._own_range = self.chosen_range(self.get_global_scale())
+            self._searched = None
 
     @override
     def statistics_replaced(self, *, unchanged: bool) -> None:
         super().statistics_replaced(unchanged=unchanged)
-        self._found = (self.min_vals, self.max_vals, self.true_absmax)
+        self._own_absmax = self.true_absmax
         if not unchanged:
             self._searched = None
 
     @override
     def absmax(self) -> Tensor:
         # Our maximum says nothing of ranges that a user has set since; one that the user has set is obeyed.
-        is_stale = not self._is_ours and bool(self._found) and self._found[2] is self.true_absmax
-        return super().absmax() if self.true_absmax is None or is_stale else self.true_absmax
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether the ranges are those that were found here or merged, and not such as a user has set."""
-        return bool(self._found) and self._found[0] is self.min_vals and self._found[1] is self.max_vals
+        is_stale = not self.has_own_range and self._own_absmax is self.true_absmax
+        if self.true_absmax is None or is_stale:
+            return super().absmax()
+        return torch.as_tensor(self.true_absmax).float()
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -102,26 +106,31 @@ class RangeSearchObserver(Observer):
         is_grouped = layout.strategy_of(self.args) == "tensor_group"
         global_scale = global_scale_of(absmax) if is_grouped else None
         if self.true_absmax is not None and self.remembers:
-            absmax = torch.maximum(absmax, self.true_absmax.to(absmax.device))
+            absmax = torch.maximum(absmax, torch.as_tensor(self.true_absmax).to(absmax))
         before = self.current_range()
         weights = self.importance_for(observed)
         result = self.fold(before, *self.search(observed, global_scale, weights))
-        self.min_vals, self.max_vals, self.true_absmax = self._found = (*result, absmax)
+        self.min_vals, self.max_vals = result
+        self.true_absmax = self._own_absmax = absmax
         if global_scale is not None and self.base_name == "weight":
-            self._searched = _Searched(observed, weights, before, global_scale)
+            self._searched = _Searched(observed, _version(observed), weights, before, {_key(global_scale): result})
 
     @override
     def chosen_range(self, global_scale: Tensor | None) -> Range:
         searched = self._searched
         # Ranges that a user has set are obeyed.
-        if (
-            searched is None
-            or not self._is_ours
-            or global_scale is None
-            or torch.equal(global_scale, searched.global_scale)
-        ):
+        if searched is None or not self.has_own_range or global_scale is None:
             return super().chosen_range(global_scale)
-        return self.fold(searched.before, *self.search(searched.observed, global_scale, searched.weights))
+        if _key(global_scale) not in searched.results:
+            if _version(searched.observed) != searched.version:
+                raise StaleWeightError(
+                    f"{self._where}: the weight was changed after it was observed, and a fused partner has changed the "
+                    "global scale since, so it must be searched again. Read the qparams of all partners before "
+                    "changing weights, or observe it once more."
+                )
+            found = self.search(searched.observed, global_scale, searched.weights)
+            searched.results[_key(global_scale)] = self.fold(searched.before, *found)
+        return searched.results[_key(global_scale)]
 
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
         """The best range of one value at each qparam position, if it is stored under `global_scale`."""
@@ -170,3 +179,12 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     knobs: ClassVar[tuple[Knob, ...]] = with_defaults(
         SEARCH_KNOBS, expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000
     )
+
+
+def _key(global_scale: Tensor) -> float:
+    return float(global_scale)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -32,6 +32,8 @@ class NamedObservers(RegistryMixin):  # type: ignore[misc]
     @override
     def register(cls, name: str | None = None, alias: list[str] | str | None = None) -> Callable[[_Class], _Class]:
         """Decorator that makes a class known as `name`, and as its aliases."""
+        if isinstance(name, type):
+            raise RegistrationError(f'{name.__name__}: write @{cls.__name__}.register("a_name"), with parentheses.')
 
         def decorator(value: _Class) -> _Class:
             cls.register_value(value, name=name or value.__name__, alias=alias)
