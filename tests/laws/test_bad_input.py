@@ -385,7 +385,7 @@ def test_a_value_whose_qparams_have_another_shape_is_refused_or_takes_over(case:
         with pytest.raises(LayoutError) as caught:
             observer(other)
         assert f"this value has qparams of shape {shapes[1]}" in str(caught.value)
-        assert f"what was seen before has {shapes[0]}" in str(caught.value)
+        assert f"those seen before have {shapes[0]}" in str(caught.value)
         cases.assert_equal(cases.state(observer), before)
 
 

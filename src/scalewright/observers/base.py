@@ -394,10 +394,10 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
             raise error.at(self.label) if self.label else error
 
     def _check_same_shape(self, shape: Sequence[int]) -> None:
-        before = self.min_vals
-        if before is not None and self.remembers and tuple(before.shape) != tuple(shape):
+        before = self.current_range()
+        if before is not None and self.remembers and tuple(before[0].shape) != tuple(shape):
             raise LayoutError(
-                f"this value has qparams of shape {tuple(shape)}, and what was seen before has {tuple(before.shape)}. "
+                f"this value has qparams of shape {tuple(shape)}, and those seen before have {tuple(before[0].shape)}. "
                 "Give values of one shape, or reset() in between."
             )
 
