@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from scalewright.numerics.scales import (
@@ -18,14 +18,7 @@ INT8 = QuantizationArgs(num_bits=8)
 INT8_AFFINE = QuantizationArgs(num_bits=8, symmetric=False)
 INT4_AFFINE = QuantizationArgs(num_bits=4, symmetric=False)
 FP8 = QuantizationArgs(num_bits=8, type="float")
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 MXFP4 = QuantizationArgs(
     num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from scalewright.numerics import search
@@ -15,14 +15,7 @@ INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 INT4_AFFINE = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=16)
 INT8 = QuantizationArgs(num_bits=8, strategy="channel")
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 FORMATS = {"int4": INT4, "int4 affine": INT4_AFFINE, "int8": INT8, "fp8": FP8, "nvfp4": NVFP4}
 
 

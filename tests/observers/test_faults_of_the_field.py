@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
 from scalewright.errors import KnobError, NonFiniteError, NoStatisticsError
@@ -16,14 +16,7 @@ FP8_TENSOR = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 INT8_CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")
 INT4_GROUP = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
 INT2_GROUP = QuantizationArgs(num_bits=2, strategy="group", group_size=128)
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 
 NAMES = list(registered_observers())
 ORDER_FREE = [name for name, cls in registered_observers().items() if not cls.ordered]

@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from torch import nn
 
 from scalewright.errors import NoStatisticsError
 from scalewright.observers import FUSED_LAYER_NAMES, Observer, fuse_weight_observers
 
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 NAMES = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "imatrix_mse", "nvfp4_expanded_mse"]
 SIZES = (1.0, 3.0, 0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from torch import nn
 
 from scalewright.errors import ImportanceError, LayoutError, NonFiniteError
@@ -14,14 +14,7 @@ CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")
 GROUP = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 TENSOR = QuantizationArgs(num_bits=4, strategy="tensor")
 BLOCK = QuantizationArgs(num_bits=4, strategy="block", block_structure=[4, 16])
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 STRATEGIES = {"channel": CHANNEL, "group": GROUP, "tensor": TENSOR, "block": BLOCK, "tensor_group": NVFP4}
 
 

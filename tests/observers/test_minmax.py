@@ -130,7 +130,7 @@ def test_two_ranges_merge_into_the_one_that_holds_both(name):
 def test_values_whose_qparams_differ_in_shape_cannot_join(name):
     observer = make(name, "weight", CHANNEL)
     observer(torch.ones(4, 8))
-    with pytest.raises(LayoutError, match=r"shape \(6, 1\).*seen before has \(4, 1\)"):
+    with pytest.raises(LayoutError, match=r"shape \(6, 1\).*seen before have \(4, 1\)"):
         observer(torch.ones(6, 8))
     observer.reset()
     assert observer(torch.ones(6, 8)).get_qparams()["scale"].shape == (6, 1)

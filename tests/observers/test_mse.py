@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from torch import nn
 
@@ -20,14 +20,7 @@ INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
 INT4_AFFINE = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=32)
 INT8_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
 FP8_CHANNEL = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 NAMES = ["memoryless_mse", "mse", "imatrix_mse", "nvfp4_expanded_mse"]
 
 

@@ -31,14 +31,7 @@ from scalewright.observers.registry import NamedObservers
 
 CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")
 STATIC_INT8 = QuantizationArgs(num_bits=8, strategy="tensor", observer="minmax")
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=16,
-    scale_dtype=torch.float8_e4m3fn,
-    zp_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 LISTED = [
     IMatrixMSEObserver,
     MemorylessMinMaxObserver,
