@@ -7,6 +7,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from scalewright.numerics.scales import (
     E4M3_SMALLEST,
+    candidate_qparams,
     effective_scale,
     global_scale_of,
     round_scale,
@@ -177,3 +178,43 @@ def test_the_effective_scale_is_divided_by_the_global_one_in_fp32():
     scale = torch.tensor([448.0, 2.0], dtype=torch.bfloat16)
     torch.testing.assert_close(effective_scale(scale, None), torch.tensor([448.0, 2.0]), rtol=0, atol=0)
     torch.testing.assert_close(effective_scale(scale, torch.tensor([4.0])), torch.tensor([112.0, 0.5]), rtol=0, atol=0)
+
+
+# ---- the quick way -----------------------------------------------------------------------------------------------
+
+EVERY_FORMAT = {
+    **{
+        f"int{bits} {'symmetric' if symmetric else 'affine'}": QuantizationArgs(
+            num_bits=bits, symmetric=symmetric, strategy="group", group_size=32
+        )
+        for bits in range(2, 9)
+        for symmetric in (True, False)
+    },
+    "fp8": QuantizationArgs(num_bits=8, type="float"),
+    "nvfp4": NVFP4,
+    "mxfp4": preset_name_to_scheme("MXFP4", ["Linear"]).weights,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EVERY_FORMAT)
+def test_candidates_have_the_very_qparams_that_would_be_stored(name, dtype):
+    args = EVERY_FORMAT[name]
+    torch.manual_seed(0)
+    lo, hi = (torch.rand(20_000) * 10 ** (torch.rand(20_000) * 20 - 10) for _ in range(2))
+    lo = -lo
+    lo[:100] = 0
+    hi[:50] = 0
+    lo[200:300] = torch.rand(100)
+    lo[300:400], hi[300:400] = -1e-44, 0
+    for largest in (1.0, 3e38):
+        hi[-1] = largest
+        global_scale = global_scale_of(torch.tensor(1e3)) if args.strategy == "tensor_group" else None
+        options = {"global_scale": global_scale, "dtype": stored_dtype(dtype, args)}
+        scale, zero_point = stored_qparams(lo, hi, args, **options)
+        quick_scale, quick_point = candidate_qparams(lo, hi, args, **options)
+        torch.testing.assert_close(quick_scale, scale.float(), rtol=0, atol=0)
+        if args.symmetric:
+            assert quick_point is None
+        else:
+            torch.testing.assert_close(quick_point, zero_point.float(), rtol=0, atol=0)

@@ -32,14 +32,18 @@ class Grid:
 
     def round_(self, x: Tensor) -> Tensor:
         """Round fp32 `x` in place to the nearest number of this grid, half to even, saturating at its ends."""
-        x.clamp_(self.low, self.high)
+        return self.round_into(x, x, torch.empty_like(x))
+
+    def round_into(self, x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
+        """The same, written to `out` (which may be `x`); `scratch` is overwritten. All are fp32 of one shape."""
         if self.mantissa_bits is None:
-            return x.round_()
+            return torch.round(x, out=out).clamp_(self.low, self.high)
         # Adding and taking away a number whose last bit is worth just the spacing at x makes fp32 do the rounding:
         # exact, and seven times faster than casting to float8 and back.
-        magic = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-        magic.clamp_(min=self.smallest_normal).mul_(1.5 * 2 ** (23 - self.mantissa_bits))
-        return x.add_(magic).sub_(magic)
+        torch.clamp(x, self.low, self.high, out=out)
+        torch.bitwise_and(out.view(torch.int32), _EXPONENT_BITS, out=scratch.view(torch.int32))
+        scratch.clamp_(min=self.smallest_normal).mul_(1.5 * 2 ** (23 - self.mantissa_bits))
+        return out.add_(scratch).sub_(scratch)
 
     @property
     def smallest(self) -> float:

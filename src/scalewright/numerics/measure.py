@@ -16,12 +16,20 @@ def quantize_dequantize_(x: Tensor, scale: Tensor, zero_point: Tensor | None, gr
     return grid.round_(x.add_(zero_point)).sub_(zero_point).mul_(scale)
 
 
-def abs_power_(d: Tensor, norm: float) -> Tensor:
-    """`|d| ** norm` in place."""
+def abs_power_(d: Tensor, norm: float, *, scratch: Tensor | None = None) -> Tensor:
+    """`|d| ** norm` in place, overwriting `scratch`.
+
+    Whole norms are products. Others take a logarithm and an exponential, which is less than half the time of `pow`.
+    """
     if norm == 2:
-        return d.square_()
-    d.abs_()
-    return d if norm == 1 else d.pow_(norm)
+        return d.mul_(d)
+    if norm == 1:
+        return d.abs_()
+    if norm == 3:
+        squares = torch.mul(d, d, out=torch.empty_like(d) if scratch is None else scratch)
+        return d.abs_().mul_(squares)
+    d.mul_(d)
+    return d.mul_(d) if norm == 4 else d.log2_().mul_(norm / 2).exp2_()
 
 
 def summed_error(
@@ -35,7 +43,7 @@ def summed_error(
 ) -> Tensor:
     """`sum over G of w * |dequantised - x| ** norm`, in fp32; scale and zero point have the shape of Q.
 
-    `weights_NQG` broadcasts against `x_NQG`. fp32 `x_NQG` is not changed.
+    `weights_NQG` broadcasts against `x_NQG`, which is not changed.
     """
     x_NQG = x_NQG.float()
     zero_point = None if zero_point_Q is None else zero_point_Q.float().unsqueeze(-1)

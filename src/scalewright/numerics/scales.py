@@ -20,6 +20,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
+from scalewright.numerics.grids import E4M3, grid_of
+
+_SAFE = torch.finfo(torch.float32).max / 4  # ranges beyond may overflow on the way
+
 # The largest group's scale is 448 under a global scale; this is the smallest that e4m3 has.
 E4M3_SMALLEST = 2.0**-9
 
@@ -48,13 +52,48 @@ def stored_qparams(
         zero_point = torch.where(overflows, wide_point, zero_point)
     is_zero = (lo_Q >= 0) & (hi_Q <= 0)
     if args.scale_dtype == torch.float8_e4m3fn:
-        raw = torch.maximum(lo_Q.abs(), hi_Q.abs()) / 6
+        raw = torch.maximum(-lo_Q, hi_Q).clamp(min=0) / 6
         raw = raw if global_scale is None else raw * global_scale
         is_flushed = ~is_zero & (raw.to(torch.float8_e4m3fn).float() == 0)
         scale = scale.masked_fill(is_flushed.reshape(scale.shape), E4M3_SMALLEST)
     if not args.symmetric and bool(is_zero.any()):
         zero_point = torch.where(is_zero.reshape(zero_point.shape), torch.zeros_like(zero_point), zero_point)
     return round_scale(scale, dtype), zero_point
+
+
+def candidate_qparams(
+    lo_Q: Tensor,
+    hi_Q: Tensor,
+    args: QuantizationArgs,
+    *,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """What `stored_qparams` gives, bit for bit, in a quarter of the time: fp32, and None for zero points that are 0.
+
+    A search asks for the qparams of a hundred ranges for each that is stored.
+    """
+    if args.scale_dtype == torch.uint8 or float(torch.maximum(-lo_Q.min(), hi_Q.max())) > _SAFE:
+        scale, stored_point = stored_qparams(lo_Q, hi_Q, args, global_scale=global_scale, dtype=dtype)
+        return scale.float(), None if args.symmetric else stored_point.float()
+    grid = grid_of(args)
+    zero_point: Tensor | None = None
+    if args.symmetric:
+        scale = torch.maximum(-lo_Q, hi_Q).clamp_(min=0).div_((grid.high - grid.low) / 2)
+    else:
+        lo_Q, hi_Q = lo_Q.clamp(max=0), hi_Q.clamp(min=0)
+        scale = (hi_Q - lo_Q).div_(grid.high - grid.low)
+        # 0/0, where nothing but zeros was seen, becomes 0; the order of operations is that of compressed-tensors.
+        zero_point = torch.sub(grid.low, lo_Q / scale).nan_to_num_(0.0).clamp_(grid.low, grid.high).round_()
+    if args.scale_dtype == torch.float8_e4m3fn:
+        raw = scale if global_scale is None else scale * global_scale
+        scale = E4M3.round_(raw.clone())
+        scale.masked_fill_((scale == 0) & ((lo_Q < 0) | (hi_Q > 0)), E4M3_SMALLEST)
+        return scale.masked_fill_(scale == 0, 0.125), zero_point
+    if global_scale is not None:
+        scale = scale * global_scale
+    scale.masked_fill_(scale == 0, torch.finfo(torch.float32).eps)
+    return scale if dtype == torch.float32 else round_scale(scale, dtype).float(), zero_point
 
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
