@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
+from scalewright.numerics import scales
 from scalewright.numerics.scales import (
     E4M3_SMALLEST,
     candidate_qparams,
@@ -178,6 +179,16 @@ def test_the_effective_scale_is_divided_by_the_global_one_in_fp32():
     scale = torch.tensor([448.0, 2.0], dtype=torch.bfloat16)
     torch.testing.assert_close(effective_scale(scale, None), torch.tensor([448.0, 2.0]), rtol=0, atol=0)
     torch.testing.assert_close(effective_scale(scale, torch.tensor([4.0])), torch.tensor([112.0, 0.5]), rtol=0, atol=0)
+
+
+def test_the_zero_point_of_zeros_is_zero_whatever_a_cast_of_nan_gives(monkeypatch):
+    def odd(lo, hi, args, global_scale):
+        scale, zero_point = calculate_qparams(lo, hi, args, global_scale)
+        return scale, torch.where((lo == 0) & (hi == 0), torch.full_like(zero_point, -8), zero_point)
+
+    monkeypatch.setattr(scales, "calculate_qparams", odd)
+    _, zero_point = stored_qparams(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 2.0]), INT4_AFFINE)
+    assert zero_point.tolist() == [0, -3]
 
 
 # ---- the quick way -----------------------------------------------------------------------------------------------

@@ -279,6 +279,15 @@ def test_patience_never_changes_the_answer(name, expand, patience):
         torch.testing.assert_close(hasty.hi_Q, full.hi_Q, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("patience", [1, 4, 9])
+def test_a_position_waits_as_many_candidates_as_it_has_patience(patience):
+    candidates = shrink_candidates(maxshrink=0.9, grid=50)
+    found = run(heavy_tailed(1, 64, 2, 4), INT4, candidates=candidates, patience=patience)
+    has_stopped = found.num_tried_Q < len(candidates)
+    assert has_stopped.any()
+    assert (found.num_tried_Q - 1 - found.best_Q >= patience)[has_stopped].all()
+
+
 def test_patience_never_changes_a_weighted_answer():
     x, weights = heavy_tailed(1, 16, 2, 16), torch.rand(16) ** 8
     candidates = shrink_candidates(maxshrink=0.9, grid=50)

@@ -180,6 +180,14 @@ def test_an_observer_that_collected_nothing_does_not_blind_the_next():
     assert int(second._imatrix_count) == 3
 
 
+def test_zeros_without_a_count_on_a_module_are_not_taken_over():
+    linear, observer = nn.Linear(8, 4), make("imatrix_mse")
+    linear._imatrix_sum, linear._imatrix_count = torch.zeros(8), torch.tensor(0)
+    observer.attach(linear)
+    linear(torch.randn(3, 8))
+    assert int(observer._imatrix_count) == 3
+
+
 def test_the_hook_leaves_out_what_the_input_mask_leaves_out():
     linear, observer, x = nn.Linear(8, 4), make("imatrix_mse"), torch.randn(2, 5, 8)
     observer.attach(linear)
@@ -334,7 +342,7 @@ def test_a_copy_goes_its_own_way():
     assert (float(observer.max_vals), float(twin.max_vals)) == (1.0, 9.0)
 
 
-# ---- where collectives run -----------------------------------------------------------------------------------------
+# ---- ranks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -347,3 +355,14 @@ def test_collectives_run_where_the_backend_wants_them(monkeypatch, backend, acce
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     assert merging._collective_device(None) == torch.device(device)
+
+
+def test_counts_that_were_set_by_hand_after_a_sync_are_all_new():
+    observer = make("percentile", "input")(torch.randn(1, 8, 8))
+    observer._synced["counts"] = observer.counts.clone()
+    slot = merging._Slot(observer, "counts", "sum", shape=tuple(observer.counts.shape), is_whole=True)
+    assert int(slot.contribution().sum()) == 0
+    observer(torch.randn(1, 8, 8))
+    assert int(slot.contribution().sum()) == 64
+    observer.counts = make("percentile", "input")(torch.full((1, 8, 8), 9.0)).counts
+    assert int(slot.contribution().sum()) == 64 and int(slot.contribution().min()) == 0

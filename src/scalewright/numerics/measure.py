@@ -1,4 +1,8 @@
-"""What a quantisation loses: the error measures that the search, the report and the tests share."""
+"""What a quantisation loses.
+
+`summed_error` is the plain definition. The search computes the same in place and in steps of the scale, with the same
+`abs_power_`; tests hold it to this one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scales that a format can hold, and the qparams that will really be stored.
 
-compressed-tensors computes every qparam; this file calls it in fp32 whatever the tensor's dtype was, and mends
-what it leaves broken at the edges of the number range:
+compressed-tensors computes every qparam that is stored; this file calls it in fp32 whatever the tensor's dtype was, and
+mends what it leaves broken at the edges of the number range:
 
 - a range whose width overflows fp32 (its scale would be infinite) is computed in float64;
 - a group that is tiny beside the largest one (its scale would be flushed to zero, and the group with it) gets the
@@ -10,7 +10,8 @@ what it leaves broken at the edges of the number range:
 - a scale that only the cast to fp16 or bf16 would flush gets the smallest number of that dtype;
 - a position that saw nothing but zeros has the zero point 0 (0/0 is not a zero point).
 
-So scales are always finite and positive.
+So scales are always finite and positive. `candidate_qparams` is a quick twin for searches, and a test holds it to the
+same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scalewright.numerics.grids import E4M3, grid_of
 _SAFE = torch.finfo(torch.float32).max / 4  # ranges beyond may overflow on the way
 
 # The largest group's scale is 448 under a global scale; this is the smallest that e4m3 has.
-E4M3_SMALLEST = 2.0**-9
+E4M3_SMALLEST = E4M3.smallest
 
 
 def stored_dtype(observed: torch.dtype, args: QuantizationArgs) -> torch.dtype:
