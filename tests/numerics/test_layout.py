@@ -12,7 +12,6 @@ from scalewright.numerics.layout import (
     align_mask,
     drop_masked_tokens,
     flatten_for_calibration,
-    min_max,
     num_columns,
     spread_columns,
     strategy_of,
@@ -281,7 +280,7 @@ def test_under_token_a_masked_token_keeps_its_place_as_zeros():
     assert not kept[~keep].any()
 
 
-# ---- columns and ranges ------------------------------------------------------------------------------------------
+# ---- columns -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("args", [TENSOR, CHANNEL, GROUP, TENSOR_GROUP, BLOCK], ids=strategy_of)
@@ -305,36 +304,3 @@ def test_a_number_for_each_column_follows_g_idx():
 )
 def test_the_number_of_columns_is_told_where_the_shape_still_shows_it(args, columns):
     assert num_columns(flatten_for_calibration(torch.ones(6, 16), "weight", args), args) == columns
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 1, 48), (1, 6, 2, 4), (5, 1, 8), (5, 3, 1, 1, 4), (1, 1, 1), (1, 6, 2, 1)])
-def test_ranges_are_fp32_least_and_largest_at_each_position(shape, dtype):
-    torch.manual_seed(0)
-    x = torch.randn(shape).to(dtype)
-    lo, hi = min_max(x)
-    assert lo.shape == hi.shape == torch.Size(shape[1:-1])
-    torch.testing.assert_close(lo, x.float().amin(dim=(0, -1)), rtol=0, atol=0)
-    torch.testing.assert_close(hi, x.float().amax(dim=(0, -1)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 48), (1, 6, 2, 4), (5, 1, 8), (1, 6, 2, 1)])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_range_is_finite_just_when_all_values_are(shape, bad):
-    x = torch.ones(shape)
-    x.view(-1)[-1] = bad
-    lo, hi = min_max(x)
-    is_finite = torch.isfinite(lo) & torch.isfinite(hi)
-    assert not is_finite.flatten()[-1]
-    assert is_finite.flatten()[:-1].all()
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 48), (1, 6, 2, 1), (2, 1, 1)])
-def test_ranges_do_not_change_when_the_tensor_does(shape):
-    x = torch.ones(shape)
-    lo, hi = min_max(x)
-    x.fill_(5)
-    torch.testing.assert_close(lo, torch.ones_like(lo))
-    torch.testing.assert_close(hi, torch.ones_like(hi))
-    lo.fill_(3)
-    torch.testing.assert_close(hi, torch.ones_like(hi))

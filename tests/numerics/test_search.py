@@ -5,8 +5,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from scalewright.numerics.extremes import min_max
 from scalewright.numerics.grids import grid_of
-from scalewright.numerics.layout import min_max
 from scalewright.numerics.scales import global_scale_of
 from scalewright.numerics.search import search_range, shrink_candidates
 

@@ -6,7 +6,8 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from torch import nn
 
 from scalewright.errors import ImportanceError, LayoutError, NonFiniteError
-from scalewright.numerics.layout import flatten_for_calibration, min_max
+from scalewright.numerics.extremes import min_max
+from scalewright.numerics.layout import flatten_for_calibration
 from scalewright.numerics.search import search_range, shrink_candidates
 from scalewright.observers import IMatrixMSEObserver
 

@@ -6,7 +6,8 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from torch import nn
 
-from scalewright.numerics.layout import flatten_for_calibration, min_max
+from scalewright.numerics.extremes import min_max
+from scalewright.numerics.layout import flatten_for_calibration
 from scalewright.numerics.search import search_range, shrink_candidates
 from scalewright.observers import (
     MemorylessMSEObserver,

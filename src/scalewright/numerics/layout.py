@@ -136,18 +136,6 @@ def num_columns(x_NQG: Tensor, args: QuantizationArgs) -> int | None:
     return math.prod(x_NQG.shape[-2:]) if strategy_of(args) in ("group", "tensor_group") else None
 
 
-def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest value at each qparam position, in fp32: two tensors of qparam_shape.
-
-    NaN comes through, so the results are finite just when all of `x_NQG` is.
-    """
-    # torch.aminmax is quick over everything, but with a dim it is twenty times slower than amin and amax one by one.
-    if x_NQG.shape[1:-1].numel() == 1:
-        lo, hi = torch.aminmax(x_NQG)
-        return lo.float().reshape(x_NQG.shape[1:-1]), hi.float().reshape(x_NQG.shape[1:-1])
-    return x_NQG.amin(dim=-1).amin(dim=0).float(), x_NQG.amax(dim=-1).amax(dim=0).float()
-
-
 def _flatten_weight(value: Tensor, args: QuantizationArgs, g_idx: Tensor | None) -> Tensor:
     strategy = strategy_of(args)
     if g_idx is not None and strategy not in ("group", "tensor_group"):

@@ -26,6 +26,7 @@ from scalewright.errors import (
     ScalewrightError,
 )
 from scalewright.numerics import layout
+from scalewright.numerics.extremes import is_finite, min_max
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.scales import effective_scale, global_scale_of, stored_dtype, stored_qparams
 from scalewright.observers.knobs import Knob, parse_knobs
@@ -192,8 +193,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
             if not bool(keep.all()):
                 values = layout.drop_masked_tokens(values, self.base_name, self.args, keep)
         x_NQG = layout.flatten_for_calibration(values, self.base_name, self.args, g_idx=g_idx)
-        lo_Q, hi_Q = layout.min_max(x_NQG)
-        if not bool((torch.isfinite(lo_Q) & torch.isfinite(hi_Q)).all()):
+        lo_Q, hi_Q = min_max(x_NQG)
+        if not (is_finite(lo_Q) and is_finite(hi_Q)):
             raise _non_finite(observed, keep, self.base_name)
         self._check_same_shape(lo_Q.shape)
         self._current = Observed(x_NQG, (lo_Q, hi_Q), tuple(observed.shape), g_idx)
@@ -217,7 +218,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """Least and largest value of `observed` at each qparam position, fp32; `forward` knows them already."""
         if self._current is not None and self._current.x_NQG is observed:
             return self._current.range
-        return layout.min_max(observed)
+        return min_max(observed)
 
     def current_range(self) -> Range | None:
         """`min_vals` and `max_vals` in fp32, also where a user has set plain numbers; None when nothing was seen."""
@@ -241,7 +242,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self._check_has_statistics()
         global_scale = self.get_global_scale()
         lo_Q, hi_Q = self.chosen_range(global_scale)
-        if not bool((torch.isfinite(lo_Q) & torch.isfinite(hi_Q)).all()):
+        if not (is_finite(lo_Q) and is_finite(hi_Q)):
             raise NonFiniteError(f"{self._where}: min_vals or max_vals were set to NaN or Inf. Set finite numbers.")
         scale, zero_point = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
@@ -394,8 +395,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
             raise error.at(self.label) if self.label else error
 
     def _check_same_shape(self, shape: Sequence[int]) -> None:
-        before = self.current_range()
-        if before is not None and self.remembers and tuple(before[0].shape) != tuple(shape):
+        before = self.current_range() if self.remembers else None
+        if before is not None and tuple(before[0].shape) != tuple(shape):
             raise LayoutError(
                 f"this value has qparams of shape {tuple(shape)}, and those seen before have {tuple(before[0].shape)}. "
                 "Give values of one shape, or reset() in between."
