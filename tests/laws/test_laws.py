@@ -225,7 +225,7 @@ def test_equal_importance_equals_no_importance(case: Case, data: st.DataObject) 
     size, tokens = data.draw(st.sampled_from((0.25, 1.0, 8.0))), data.draw(st.integers(1, 3))
     equal = replace(scene, importance_input=torch.full((tokens, weight.shape[-1]), size))
     weighed, unweighed = equal.seeing(weight), scene.seeing(weight)
-    assert weighed.importance is not None and unweighed.importance is None
+    assert weighed.channel_importance is not None and unweighed.channel_importance is None
     cases.assert_equal(weighed.get_qparams(), unweighed.get_qparams())
 
 

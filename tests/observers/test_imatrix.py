@@ -54,7 +54,7 @@ def test_an_attached_observer_sums_squares_and_counts_tokens():
         torch.testing.assert_close(holder._imatrix_sum, expected)
         assert holder._imatrix_sum.dtype == torch.float32
         assert holder._imatrix_count == 13 and holder._imatrix_count.dtype == torch.int64
-    torch.testing.assert_close(observer.importance, expected / 13)
+    torch.testing.assert_close(observer.channel_importance, expected / 13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,7 +104,7 @@ def test_the_next_observer_picks_up_what_the_module_has_and_collects_no_more():
     second.attach(layer)
     assert not layer._forward_pre_hooks
     assert not hasattr(layer, "_imatrix_sum") and not hasattr(layer, "_imatrix_count")
-    torch.testing.assert_close(second.importance, first.importance)
+    torch.testing.assert_close(second.channel_importance, first.channel_importance)
     layer(gaussian(3, 32))
     assert second._imatrix_count == 3
     second.detach(layer)  # nothing is left to clean up, and that is no error
@@ -119,7 +119,7 @@ def test_an_observer_that_was_reset_before_it_was_detached_does_not_blind_the_ne
     first.detach(layer)
     second.attach(layer)
     layer(gaussian(4, 32))
-    assert second.importance is not None
+    assert second.channel_importance is not None
     assert second._imatrix_count == 4
 
 
@@ -128,9 +128,9 @@ def test_a_reset_observer_goes_on_collecting_from_nothing():
     observer.attach(layer)
     layer(gaussian(3, 32))
     observer.reset()
-    assert observer.importance is None
+    assert observer.channel_importance is None
     layer(gaussian(4, 32))
-    torch.testing.assert_close(observer.importance, gaussian(4, 32).square().mean(dim=0))
+    torch.testing.assert_close(observer.channel_importance, gaussian(4, 32).square().mean(dim=0))
 
 
 def test_detaching_from_a_module_that_was_never_attached_is_no_error():
@@ -151,7 +151,7 @@ def test_a_module_without_in_features_is_left_alone():
     observer = make()
     observer.attach(module)
     assert not module._forward_pre_hooks and not hasattr(module, "_imatrix_sum")
-    assert observer.importance is None
+    assert observer.channel_importance is None
 
 
 def test_masked_tokens_do_not_count():
@@ -159,7 +159,7 @@ def test_masked_tokens_do_not_count():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     x[~mask.bool()] = float("nan")
     observer.observe_input(x, mask=mask)
-    torch.testing.assert_close(observer.importance, x[mask.bool()].square().mean(dim=0))
+    torch.testing.assert_close(observer.channel_importance, x[mask.bool()].square().mean(dim=0))
     assert observer._imatrix_count == 3
 
 
@@ -190,16 +190,16 @@ def test_merging_adds_sums_and_counts():
     other.observe_input(second)
     both.observe_input(torch.cat([first, second]))
     one.merge(other)
-    torch.testing.assert_close(one.importance, both.importance)
+    torch.testing.assert_close(one.channel_importance, both.channel_importance)
     assert one._imatrix_count == 8
 
 
 def test_merging_with_an_observer_that_collected_nothing_changes_nothing():
     one = make()
     one.observe_input(gaussian(3, 32))
-    before = one.importance
-    torch.testing.assert_close(one.merge(make()).importance, before)
-    torch.testing.assert_close(make().merge(one).importance, before)
+    before = one.channel_importance
+    torch.testing.assert_close(one.merge(make()).channel_importance, before)
+    torch.testing.assert_close(make().merge(one).channel_importance, before)
 
 
 # ---- using -------------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def test_importance_merges_as_if_one_observer_had_seen_all_inputs() -> None:
         everything.observe_input(x)
     merged = sides[0].merge(sides[1])
     assert int(merged._imatrix_count) == 8
-    torch.testing.assert_close(merged.importance, everything.importance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(merged.channel_importance, everything.channel_importance, rtol=1e-6, atol=0)
     assert_same(state(merged(weight)), state(everything(weight)), rtol=1e-6)
 
 

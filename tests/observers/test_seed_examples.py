@@ -498,7 +498,7 @@ def test_sums_put_on_a_module_by_hand_are_picked_up_too():
     expected = layer._imatrix_sum / 4
     observer = IMatrixMSEObserver("weight", CHANNEL)
     observer.attach(layer)
-    torch.testing.assert_close(observer.importance, expected)
+    torch.testing.assert_close(observer.channel_importance, expected)
 
 
 @pytest.mark.parametrize("args", [CHANNEL, NVFP4, QuantizationArgs(num_bits=4, strategy="group", group_size=16)])

@@ -1,9 +1,9 @@
 """Cutting the work on a tensor into pieces that stay in cache.
 
-A `Block` holds some qparam positions with all, or some, of their elements: copied to fp32, in units of a power of two
-near each position's largest value. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a
-power, and scaling a tensor by a power of two scales every answer. Blocks share their scratch memory: use one before the
-next.
+`Positions` are some qparam positions that are worked on together; iterating over them gives their elements in one or
+more `Block`s: copied to fp32, in units of a power of two near each position's largest value. So neither 1e-30 nor 1e38
+leaves the range of fp32 when a difference is raised to a power, and scaling a tensor by a power of two scales every
+answer. All blocks share their scratch memory: use one before the next.
 
 Sums are fp32 over at most `SEGMENT` neighbouring elements of one observation, and float64 beyond. So they do not depend
 on how the work was cut, nor on the number of threads.
@@ -11,8 +11,9 @@ on how the work was cut, nor on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -20,86 +21,177 @@ from torch import Tensor
 
 # N observations, Q qparam positions, G elements that share one scale; P positions and E elements in one block.
 
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 19
 SEGMENT = 4096
 NUM_SCRATCH = 3
 
 
 @dataclass(frozen=True)
 class Block:
-    """The positions `start` to `end` (of the flattened Q), or some of their elements unless `is_whole`."""
+    """Elements of some positions, with their weights and scratch tensors of the same shape to write into."""
 
-    start: int
-    end: int
-    is_whole: bool
     x_PE: Tensor
     weights_PE: Tensor | None
     scratch: tuple[Tensor, ...]
-    """Tensors of the shape of `x_PE` to write into."""
     segment: int
 
-    def sum(self, values_PE: Tensor) -> Tensor:
-        """The sum of each position's elements, float64 [P]."""
-        return values_PE.view(len(values_PE), -1, self.segment).sum(dim=-1).double().sum(dim=-1)
+    def sum(self, values_PE: Tensor, out_P: Tensor | None = None) -> Tensor:
+        """The sum of each position's elements [P]: float64, or fp32 where one segment is all there is."""
+        if values_PE.shape[1] == self.segment:
+            return torch.sum(values_PE, dim=1) if out_P is None else torch.sum(values_PE, dim=1, out=out_P)
+        total_P = values_PE.view(len(values_PE), -1, self.segment).sum(dim=-1).double().sum(dim=-1)
+        return total_P if out_P is None else out_P.copy_(total_P)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What `sum` gives."""
+        return torch.float32 if self.x_PE.shape[1] == self.segment else torch.float64
+
+    def at(self, index_M: Tensor) -> Block:
+        """The elements of some of the positions, copied."""
+        x_ME = self.x_PE[index_M]
+        weights_ME = None if self.weights_PE is None else self.weights_PE[index_M]
+        return replace(
+            self, x_PE=x_ME, weights_PE=weights_ME, scratch=tuple(torch.empty_like(x_ME) for _ in self.scratch)
+        )
 
 
-def blocks_of(
-    x_NQG: Tensor, unit_Q: Tensor, *, weights_NQG: Tensor | None = None, block_elements: int = BLOCK_ELEMENTS
-) -> Iterator[Block]:
-    """Cut `x_NQG` into blocks of about `block_elements` elements, in the order of their positions.
+@dataclass(frozen=True)
+class Positions:
+    """Some qparam positions, their ranges in units, and a way to go over their blocks, as often as need be."""
+
+    lo_P: Tensor
+    hi_P: Tensor
+    unit_P: Tensor
+    group_size: int
+    is_weighted: bool
+    is_whole: bool
+    """Whether all elements are in one block."""
+    _blocks: Callable[[], Iterable[Block]] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks())
+
+    def whole(self) -> Block:
+        """The one block that holds everything."""
+        (block,) = self
+        return block
+
+    def at(self, index_M: Tensor) -> Positions:
+        """Some of these positions."""
+        blocks = tuple(block.at(index_M) for block in self) if self.is_whole else None
+        return replace(
+            self,
+            lo_P=self.lo_P[index_M],
+            hi_P=self.hi_P[index_M],
+            unit_P=self.unit_P[index_M],
+            _blocks=lambda: (block.at(index_M) for block in self) if blocks is None else blocks,
+        )
+
+
+def positions_of(
+    x_NQG: Tensor,
+    lo_Q: Tensor,
+    hi_Q: Tensor,
+    *,
+    weights_NQG: Tensor | None = None,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> Iterator[Positions]:
+    """Cut `x_NQG`, whose ranges are `[lo, hi]`, into blocks of about `block_elements` elements, in order.
 
     `weights_NQG` broadcasts against `x_NQG`. Elements that pad a segment are zeros.
     """
-    # Rows of the second-to-last kind of position (a weight's rows) are never cut, so that broadcast weights are
-    # sliced and not copied whole.
-    num_observations, group_size = x_NQG.shape[0], x_NQG.shape[-1]
-    columns = x_NQG.shape[-2] if x_NQG.ndim > 3 else 1
-    x_NABG = x_NQG.reshape(num_observations, -1, columns, group_size)
-    w_NABG = None if weights_NQG is None else _folded(weights_NQG.expand(x_NQG.shape), columns)
-    inverse_AB = unit_Q.reshape(-1, columns).reciprocal()
-    segment = min(group_size, SEGMENT)
-    padded = -(-group_size // segment) * segment
+    cut = _Cut.of(x_NQG, weights_NQG, block_elements)
+    unit_Q = power_of_two_below(torch.maximum(lo_Q.abs(), hi_Q.abs()))
+    lo, hi, unit = (lo_Q / unit_Q).flatten(), (hi_Q / unit_Q).flatten(), unit_Q.flatten()
+    step = cut.rows * cut.columns
+    for start in range(0, len(unit), step):
+        part = slice(start, start + step)
+        blocks = partial(cut.blocks, start, unit[part])
+        again = partial(iter, tuple(blocks())) if cut.is_whole else blocks
+        yield Positions(lo[part], hi[part], unit[part], x_NQG.shape[-1], weights_NQG is not None, cut.is_whole, again)
 
-    per_observation = columns * padded
-    rows = max(1, min(x_NABG.shape[1], block_elements // (num_observations * per_observation)))
-    observations = max(1, min(num_observations, block_elements // (rows * per_observation)))
-    width = padded
-    if rows * per_observation > block_elements:
-        width = max(segment, block_elements // columns // segment * segment)
-    is_whole = observations == num_observations and width == padded
-    buffers = torch.empty(2 + NUM_SCRATCH, rows * columns * observations * width, device=x_NQG.device)
 
-    for row in range(0, x_NABG.shape[1], rows):
-        inverse_P1 = inverse_AB[row : row + rows].reshape(-1, 1)
-        for observation, element in product(range(0, num_observations, observations), range(0, padded, width)):
-            observed = slice(observation, observation + observations)
-            part = (observed, slice(row, row + rows), slice(None), slice(element, element + width))
-            x_PE = _copy_padded(x_NABG[part], buffers[0], segment).mul_(inverse_P1)
-            yield Block(
-                start=row * columns,
-                end=row * columns + len(x_PE),
-                is_whole=is_whole,
-                x_PE=x_PE,
-                weights_PE=None if w_NABG is None else _copy_padded(w_NABG[part], buffers[1], segment),
-                scratch=tuple(buffer[: x_PE.numel()].view_as(x_PE) for buffer in buffers[2:]),
-                segment=segment,
+@dataclass(frozen=True)
+class _Cut:
+    """How one tensor is cut: `rows` of positions, `observations` and `width` elements of each, at a time."""
+
+    x_NABG: Tensor
+    w_NABG: Tensor | None
+    rows: int
+    observations: int
+    width: int
+    segment: int
+    buffers: Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, x_NQG: Tensor, weights_NQG: Tensor | None, block_elements: int) -> _Cut:
+        # Rows of the second-to-last kind of position (a weight's rows) are never cut, so that broadcast weights are
+        # sliced and not copied whole.
+        num_observations, group_size = x_NQG.shape[0], x_NQG.shape[-1]
+        columns = x_NQG.shape[-2] if x_NQG.ndim > 3 else 1
+        x_NABG = x_NQG.reshape(num_observations, -1, columns, group_size)
+        w_NABG = None if weights_NQG is None else _folded(weights_NQG.expand(x_NQG.shape), columns)
+        segment = min(group_size, SEGMENT)
+        padded = -(-group_size // segment) * segment
+        per_observation = columns * padded
+        rows = max(1, min(x_NABG.shape[1], block_elements // (num_observations * per_observation)))
+        observations = max(1, min(num_observations, block_elements // (rows * per_observation)))
+        width = padded
+        if rows * per_observation > block_elements:
+            width = max(segment, block_elements // columns // segment * segment)
+        num_buffers = 1 + (w_NABG is not None) + NUM_SCRATCH
+        buffers = torch.empty(num_buffers, rows * columns * observations * width, device=x_NQG.device)
+        return cls(x_NABG, w_NABG, rows, observations, width, segment, buffers)
+
+    @property
+    def columns(self) -> int:
+        return self.x_NABG.shape[2]
+
+    @property
+    def padded(self) -> int:
+        return -(-self.x_NABG.shape[3] // self.segment) * self.segment
+
+    @property
+    def is_whole(self) -> bool:
+        return self.observations == self.x_NABG.shape[0] and self.width == self.padded
+
+    def blocks(self, start: int, unit_P: Tensor) -> Iterator[Block]:
+        """The blocks of the positions from `start` on, one after the other in the same memory."""
+        rows = slice(start // self.columns, start // self.columns + self.rows)
+        inverse_P1 = unit_P.reciprocal().unsqueeze(1)
+        starts = product(range(0, self.x_NABG.shape[0], self.observations), range(0, self.padded, self.width))
+        for observation, element in starts:
+            part = (
+                slice(observation, observation + self.observations),
+                rows,
+                slice(None),
+                slice(element, element + self.width),
             )
+            x_PE = self._copied(self.x_NABG[part], 0).mul_(inverse_P1)
+            yield Block(
+                x_PE=x_PE,
+                weights_PE=None if self.w_NABG is None else self._copied(self.w_NABG[part], NUM_SCRATCH + 1),
+                scratch=tuple(each[: x_PE.numel()].view_as(x_PE) for each in self.buffers[1 : NUM_SCRATCH + 1]),
+                segment=self.segment,
+            )
+
+    def _copied(self, part_NABG: Tensor, buffer: int) -> Tensor:
+        """`part_NABG` as fp32 [A * B, N * (G, padded to whole segments)], in a buffer."""
+        observations, rows, columns, elements = part_NABG.shape
+        padded = -(-elements // self.segment) * self.segment
+        target = self.buffers[buffer][: rows * columns * observations * padded]
+        target = target.view(rows, columns, observations, padded)
+        target[..., :elements].copy_(part_NABG.permute(1, 2, 0, 3))
+        if padded > elements:
+            target[..., elements:].zero_()
+        return target.view(rows * columns, observations * padded)
 
 
 def power_of_two_below(absmax: Tensor) -> Tensor:
     """The largest power of two that is no larger; the smallest normal number of fp32 for zero and denormals."""
     _, exponent = torch.frexp(absmax.clamp(min=torch.finfo(torch.float32).tiny))
     return torch.ldexp(torch.ones_like(absmax), exponent - 1)
-
-
-def _copy_padded(part_NABG: Tensor, buffer: Tensor, segment: int) -> Tensor:
-    """`part_NABG` as fp32 [A * B, N * (G, padded to whole segments)], in `buffer`."""
-    observations, rows, columns, elements = part_NABG.shape
-    padded = -(-elements // segment) * segment
-    target = buffer[: rows * columns * observations * padded].view(rows, columns, observations, padded)
-    target[..., :elements].copy_(part_NABG.permute(1, 2, 0, 3))
-    target[..., elements:].zero_()
-    return target.view(rows * columns, observations * padded)
 
 
 def _folded(expanded_NQG: Tensor, columns: int) -> Tensor:

@@ -6,7 +6,8 @@ A grid knows its ends and how to round to itself, half to even as the hardware d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
@@ -45,10 +46,21 @@ class Grid:
         scratch.clamp_(min=self.smallest_normal).mul_(1.5 * 2 ** (23 - self.mantissa_bits))
         return out.add_(scratch).sub_(scratch)
 
+    def mirrored(self) -> Grid:
+        """The same numbers with the other sign: what a grid is under a negative scale."""
+        return replace(self, name=f"-{self.name}", low=-self.high, high=-self.low)
+
     @property
     def smallest(self) -> float:
         """The smallest positive number: the spacing around zero."""
         return 1.0 if self.mantissa_bits is None else self.smallest_normal * 2.0**-self.mantissa_bits
+
+    @property
+    def widest_gap(self) -> float:
+        """The spacing at the ends."""
+        if self.mantissa_bits is None:
+            return 1.0
+        return float(2.0 ** (math.floor(math.log2(self.high)) - self.mantissa_bits))
 
     def numbers(self) -> Tensor:
         """All numbers of the grid, ascending, in fp32."""

@@ -20,6 +20,11 @@ def quantize_dequantize_(x: Tensor, scale: Tensor, zero_point: Tensor | None, gr
     return grid.round_(x.add_(zero_point)).sub_(zero_point).mul_(scale)
 
 
+def is_quick_norm(norm: float) -> bool:
+    """Whether `|d| ** norm` is a product or two."""
+    return norm in (1, 2, 3, 4)
+
+
 def abs_power_(d: Tensor, norm: float, *, scratch: Tensor | None = None) -> Tensor:
     """`|d| ** norm` in place, overwriting `scratch`.
 

@@ -16,9 +16,16 @@ same bits.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    generate_gparam,
+    should_generate_mx_scales,
+)
 from torch import Tensor
 
 from scalewright.numerics.grids import E4M3, grid_of
@@ -29,11 +36,39 @@ _SAFE = torch.finfo(torch.float32).max / 4  # ranges beyond may overflow on the 
 E4M3_SMALLEST = E4M3.smallest
 
 
+@dataclass(frozen=True)
+class ScaleCodes:
+    """Scales that are numbers of a short format: `numbers` by their code, ascending, those from `first` on positive.
+
+    No scale that is more than `above` codes larger than min-max's is best: half of it, which the format has too, gives
+    every number that is needed.
+    """
+
+    numbers: Tensor
+    first: int
+    above: int
+
+    def code_of(self, scale: Tensor) -> Tensor:
+        """The code of each scale, all of which the format has."""
+        return torch.searchsorted(self.numbers.to(scale.device), scale)
+
+
+E4M3_SCALES = ScaleCodes(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7)
+E8M0_SCALES = ScaleCodes(torch.ldexp(torch.ones(255), torch.arange(-127, 128)), first=0, above=1)
+
+
 def stored_dtype(observed: torch.dtype, args: QuantizationArgs) -> torch.dtype:
     """The dtype that carries a scale: the tensor's own, or fp32 where the format has scales of its own (e4m3, e8m0)."""
     if args.scale_dtype is None and observed in (torch.float16, torch.bfloat16):
         return observed
     return torch.float32
+
+
+def scale_codes_of(args: QuantizationArgs) -> ScaleCodes | None:
+    """The scales that `args` has if they are those of a short format; None for scales of fp32, bf16 or fp16."""
+    if args.scale_dtype == torch.float8_e4m3fn:
+        return E4M3_SCALES
+    return E8M0_SCALES if should_generate_mx_scales(args) else None
 
 
 def stored_qparams(
@@ -101,6 +136,22 @@ def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`scale` in `dtype`, never rounded to zero or to infinity."""
     finfo = torch.finfo(dtype)
     return scale.clamp(finfo.smallest_normal * finfo.eps, finfo.max).to(dtype)
+
+
+def range_for(
+    scale_Q: Tensor, zero_point_Q: Tensor | None, args: QuantizationArgs, *, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A range from which `stored_qparams` computes this scale (an fp32 one up to its last bit) and zero point."""
+    grid, scale_Q = grid_of(args), effective_scale(scale_Q, global_scale).double()
+    if zero_point_Q is not None:
+        lo_Q, hi_Q = ((end - zero_point_Q) * scale_Q for end in (grid.low, grid.high))
+    else:
+        # A power of two is computed from the power of two that the largest number of the grid contains.
+        is_power = scale_codes_of(args) is E8M0_SCALES
+        hi_Q = scale_Q * (2.0 ** math.floor(math.log2(grid.high)) if is_power else (grid.high - grid.low) / 2)
+        lo_Q = -hi_Q
+    largest = torch.finfo(torch.float32).max
+    return lo_Q.clamp(-largest, largest).float(), hi_Q.clamp(-largest, largest).float()
 
 
 def global_scale_of(absmax: Tensor) -> Tensor:

@@ -1,44 +1,39 @@
-"""THE range search: every observer that chooses a range calls it.
+"""THE range search: every observer that shrinks or widens a range calls it.
 
 A candidate is a pair of factors on the least and the largest value. It is judged by the error of what would really be
 stored: the scale as compressed-tensors computes it, rounded to the dtype that carries it, under the real global scale,
-with the integer zero point. Work is done in blocks that stay in cache (numerics/blocks.py), so memory does not grow
-with the tensor or with the number of candidates.
+with the integer zero point. Work is done in blocks that stay in cache (blocks.py), so memory does not grow with the
+tensor or with the number of candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from scalewright.numerics.blocks import BLOCK_ELEMENTS, Block, blocks_of, power_of_two_below
-from scalewright.numerics.grids import Grid, grid_of
-from scalewright.numerics.measure import abs_power_
-from scalewright.numerics.scales import candidate_qparams, effective_scale
+from scalewright.numerics.blocks import BLOCK_ELEMENTS, Positions, positions_of
+from scalewright.numerics.grids import grid_of
+from scalewright.numerics.judge import Judge, Judged
+from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effective_scale
+from scalewright.numerics.threads import in_row_shares
 
-# N observations, Q qparam positions, G elements that share one scale, K candidates (J in a batch);
-# P positions and E elements in one block.
+# N observations, Q qparam positions, G elements that share one scale, K candidates (J in a batch); P positions.
 
-_BATCH = 8  # candidates whose scales are computed at a time
+_BATCH = 8  # candidates that are judged at a time
+_CODE_RATIO = 1.06  # neighbouring candidates that are closer than this pass over no code of e4m3
 
 
 @dataclass(frozen=True)
 class RangeSearch:
-    """The best range at each position, the candidate that gave it, its error, and how many candidates were measured.
-
-    `error_Q` (float64) is the sum over N and G of `w * |d| ** norm`, in units of `unit_Q ** norm`.
-    """
+    """The best range at each position, the candidate that gave it, and after how many candidates it was settled."""
 
     lo_Q: Tensor
     hi_Q: Tensor
     best_Q: Tensor
-    error_Q: Tensor
-    unit_Q: Tensor
     num_tried_Q: Tensor
 
 
@@ -71,119 +66,118 @@ def search_range(
 
     `lo_Q` and `hi_Q` are the true ranges of `x_NQG` (finite, at least one element); `weights_NQG` broadcasts against
     `x_NQG` and is not negative; `dtype` is what the scale is stored in. After `patience` candidates in a row that
-    were no better (0: never) a position stops, provided that what its largest value alone loses by clipping, which
-    only grows as ranges shrink, exceeds its best error: the answer is that of the full search, in less time. With
+    were no better (0: never) a position is settled, provided that what lies outside its range alone loses more than
+    its best, which can only grow as ranges shrink: the answer is that of the full search, in less time. With
     `patience`, candidates must shrink from the second on.
     """
-    unit_Q = power_of_two_below(torch.maximum(lo_Q.abs(), hi_Q.abs()))
-    search = _Search(args, grid_of(args), norm, candidates_K2.to(x_NQG.device), global_scale, dtype, patience)
-    ends = torch.stack([lo_Q.flatten(), hi_Q.flatten(), unit_Q.flatten()])
-    blocks = blocks_of(x_NQG, unit_Q, weights_NQG=weights_NQG, block_elements=block_elements)
-    found = [
-        search.best_of(parts, *ends[:, start:end])
-        for (start, end), parts in groupby(blocks, key=lambda block: (block.start, block.end))
-    ]
-    best_Q, error_Q, num_tried_Q = (torch.cat(column).reshape(lo_Q.shape) for column in zip(*found, strict=True))
+    search = _Search(Judge(grid_of(args), norm), args, candidates_K2.to(x_NQG.device), global_scale, dtype, patience)
+
+    def best_of_share(
+        x_NQG: Tensor, lo_Q: Tensor, hi_Q: Tensor, weights_NQG: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
+        return [search.best_of(positions) for positions in cut]
+
+    found = chain.from_iterable(in_row_shares(best_of_share, x_NQG, lo_Q, hi_Q, weights_NQG))
+    best_Q, num_tried_Q = (torch.cat(column).reshape(lo_Q.shape) for column in zip(*found, strict=True))
     factors_Q2 = search.candidates_K2[best_Q]
     lo_Q, hi_Q = _times(lo_Q, factors_Q2[..., 0]), _times(hi_Q, factors_Q2[..., 1])
-    return RangeSearch(lo_Q, hi_Q, best_Q, error_Q, unit_Q, num_tried_Q)
+    return RangeSearch(lo_Q, hi_Q, best_Q, num_tried_Q)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What is the same for all blocks of one search."""
+    """What is the same for all positions of one search."""
 
+    judge: Judge
     args: QuantizationArgs
-    grid: Grid
-    norm: float
     candidates_K2: Tensor
     global_scale: Tensor | None
     dtype: torch.dtype
     patience: int
 
-    def best_of(self, parts: Iterable[Block], lo_P: Tensor, hi_P: Tensor, unit_P: Tensor) -> tuple[Tensor, ...]:
-        """Index of the best candidate, its error and the number of candidates tried, at the positions of the parts."""
-        parts = iter(parts)
-        block = next(parts)
-        batches = (
-            self._stored(lo_P, hi_P, unit_P, factors_J2) for factors_J2 in torch.split(self.candidates_K2, _BATCH)
-        )
-        if block.is_whole:
-            return self._best_of_whole(block, batches, lo_P / unit_P, hi_P / unit_P)
-        stored = list(batches)
-        error_KP = torch.cat([each.errors(block, self) for each in stored])
-        for block in parts:
-            error_KP += torch.cat([each.errors(block, self) for each in stored])
-        best_P = error_KP.argmin(dim=0)
-        return best_P, error_KP.gather(0, best_P.unsqueeze(0))[0], torch.full_like(best_P, len(error_KP))
+    def best_of(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Index of the best candidate and the number of candidates tried, at each of the positions."""
+        if self._covers_all_codes:
+            return self._best_code(positions)
+        judged: Judged | None = None
+        tried_P = torch.full_like(positions.unit_P, len(self.candidates_K2), dtype=torch.int64)
+        for factors_J2 in torch.split(self.candidates_K2, _BATCH):
+            batch = self.judge.judge(positions, *self._stored(positions, *factors_J2.T.unsqueeze(-1)))
+            judged = batch if judged is None else Judged.joined([judged, batch])
+            num_judged = len(judged.scale_KP)
+            if 0 < self.patience < num_judged < len(self.candidates_K2) and self.args.symmetric:
+                tried_P = torch.where(self._is_settled(positions, judged), tried_P.clamp(max=num_judged), tried_P)
+                if bool((tried_P <= num_judged).all()):
+                    break
+        assert judged is not None
+        return self.judge.best(positions, judged), tried_P
 
-    def _best_of_whole(
-        self, block: Block, batches: Iterable[_Stored], lo_P: Tensor, hi_P: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        best_P = torch.zeros(len(lo_P), dtype=torch.int64, device=lo_P.device)
-        least_P = torch.full_like(lo_P, torch.inf, dtype=torch.float64)
-        tried_P = torch.full_like(best_P, len(self.candidates_K2))
-        may_stop = self.patience > 0 and self.args.symmetric and block.weights_PE is None
-        index = 0
-        for batch in batches:
-            for candidate in batch.split():
-                error_P = candidate.errors(block, self)[0]
-                best_P = torch.where(error_P < least_P, index, best_P)
-                least_P = torch.minimum(least_P, error_P)
-                index += 1
-                if may_stop and index > self.patience:
-                    is_hopeless_P = candidate.clipped_loss(lo_P, hi_P, self) > least_P
-                    stops_P = is_hopeless_P & (index - 1 - best_P >= self.patience)
-                    tried_P = torch.where(stops_P, tried_P.clamp(max=index), tried_P)
-                    if bool((tried_P <= index).all()):
-                        return best_P, least_P, tried_P
-        return best_P, least_P, tried_P
+    def _is_settled(self, positions: Positions, judged: Judged) -> Tensor:
+        """Where no later candidate can be better, and the last `patience` were not."""
+        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1])
+        if clipped_P is None:
+            return torch.zeros_like(positions.unit_P, dtype=torch.bool)
+        last = len(judged.scale_KP) - self.patience
+        before_P, after_P = judged.most_KP[:last].amin(dim=0), judged.most_KP[last:].amin(dim=0)
+        return (clipped_P > before_P) & (after_P >= before_P)
 
-    def _stored(self, lo_P: Tensor, hi_P: Tensor, unit_P: Tensor, factors_J2: Tensor) -> _Stored:
-        lo_JP, hi_JP = (_times(end, factors_J2[:, i, None]) for i, end in enumerate((lo_P, hi_P)))
+    def _stored(self, positions: Positions, factor_lo: Tensor, factor_hi: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The qparams of some candidates as they would be stored, the scales in units of their position: [J, P]."""
+        lo_JP = _times(positions.lo_P * positions.unit_P, factor_lo)
+        hi_JP = _times(positions.hi_P * positions.unit_P, factor_hi)
         scale_JP, zero_point_JP = candidate_qparams(
             lo_JP, hi_JP, self.args, global_scale=self.global_scale, dtype=self.dtype
         )
-        return _Stored(effective_scale(scale_JP, self.global_scale) / unit_P, zero_point_JP)
+        return effective_scale(scale_JP, self.global_scale) / positions.unit_P, zero_point_JP
 
+    # ---- many candidates, few scales -----------------------------------------------------------------------------
+    #
+    # A hundred factors on a range give a dozen scales when these are e4m3. The scales are judged, and the candidate
+    # that gives the best of them is found by bisection.
 
-@dataclass(frozen=True)
-class _Stored:
-    """The qparams of some candidates as they would be stored, in units of each position."""
+    @property
+    def _covers_all_codes(self) -> bool:
+        """Whether the candidates, after the first, give each code between their ends."""
+        factors_K = self.candidates_K2[1:, 0]
+        return (
+            self.args.scale_dtype == torch.float8_e4m3fn
+            and len(factors_K) > 1
+            and bool((self.candidates_K2[:, 0] == self.candidates_K2[:, 1]).all())
+            and bool((factors_K[:-1] >= factors_K[1:]).all())
+            and bool((factors_K[:-1] <= factors_K[1:] * _CODE_RATIO).all())
+        )
 
-    scale_JP: Tensor
-    zero_point_JP: Tensor | None
+    def _best_code(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        num_candidates = len(self.candidates_K2)
+        code_3P = torch.stack(
+            [
+                self._code(positions, torch.full_like(positions.unit_P, k, dtype=torch.int64))
+                for k in (0, 1, num_candidates - 1)
+            ]
+        )
+        steps_J1 = torch.arange(int((code_3P[1] - code_3P[2]).max()) + 1, device=code_3P.device).unsqueeze(1)
+        code_KP = torch.cat([code_3P[:1], torch.maximum(code_3P[1] - steps_J1, code_3P[2])])
+        scale_KP = (
+            effective_scale(E4M3_SCALES.numbers.to(code_KP.device)[code_KP], self.global_scale) / positions.unit_P
+        )
+        judged = Judged.joined([self.judge.judge(positions, scale_JP) for scale_JP in torch.split(scale_KP, _BATCH)])
+        slot_P = self.judge.best(positions, judged)
+        best_code_P = code_KP.gather(0, slot_P.unsqueeze(0))[0]
+        low_P, high_P = torch.ones_like(slot_P), torch.full_like(slot_P, num_candidates - 1)
+        for _ in range(num_candidates.bit_length()):
+            middle_P = (low_P + high_P) // 2
+            is_reached_P = self._code(positions, middle_P) <= best_code_P
+            high_P = torch.where(is_reached_P, middle_P, high_P)
+            low_P = torch.where(is_reached_P, low_P, middle_P + 1).clamp_(max=num_candidates - 1)
+        return torch.where(slot_P == 0, 0, high_P), torch.full_like(slot_P, num_candidates)
 
-    def split(self) -> Iterator[_Stored]:
-        """Each candidate alone."""
-        for index in range(len(self.scale_JP)):
-            one = slice(index, index + 1)
-            yield _Stored(self.scale_JP[one], None if self.zero_point_JP is None else self.zero_point_JP[one])
-
-    def errors(self, block: Block, search: _Search) -> Tensor:
-        """`sum of w * |d| ** norm` of each candidate at each position of the block, float64 [J, P], in units."""
-        in_steps = []
-        steps, codes, spare = block.scratch
-        for index, scale_P in enumerate(self.scale_JP):
-            inverse_P1 = scale_P.reciprocal().unsqueeze(-1)
-            if self.zero_point_JP is None:
-                torch.mul(block.x_PE, inverse_P1, out=steps)
-            else:
-                torch.addcmul(self.zero_point_JP[index].unsqueeze(-1), block.x_PE, inverse_P1, out=steps)
-            steps.sub_(search.grid.round_into(steps, codes, spare))
-            abs_power_(steps, search.norm, scratch=codes)
-            if block.weights_PE is not None:
-                steps.mul_(block.weights_PE)
-            in_steps.append(block.sum(steps))
-        # Only positions that are too small for the format have large scales in their units; fp32 is too short for them.
-        is_ordinary = float(self.scale_JP.max()) < 1e4
-        return torch.stack(in_steps).mul_((self.scale_JP if is_ordinary else self.scale_JP.double()).pow(search.norm))
-
-    def clipped_loss(self, lo_P: Tensor, hi_P: Tensor, search: _Search) -> Tensor:
-        """What the largest and the least value lose by lying outside the first candidate's range: a lower bound."""
-        above = (hi_P - self.scale_JP[0] * search.grid.high).clamp(min=0)
-        below = (self.scale_JP[0] * search.grid.low - lo_P).clamp(min=0)
-        return torch.maximum(above, below).double().pow(search.norm)
+    def _code(self, positions: Positions, candidate_P: Tensor) -> Tensor:
+        """The code of e4m3 that a candidate's scale is stored as."""
+        factors_P = self.candidates_K2[candidate_P, 0]
+        lo_P, hi_P = (_times(end_P * positions.unit_P, factors_P) for end_P in (positions.lo_P, positions.hi_P))
+        scale_P, _ = candidate_qparams(lo_P, hi_P, self.args, global_scale=self.global_scale, dtype=self.dtype)
+        return E4M3_SCALES.code_of(scale_P)
 
 
 def _times(end: Tensor, factor: Tensor) -> Tensor:

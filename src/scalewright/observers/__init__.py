@@ -9,6 +9,7 @@ from scalewright.observers.knobs import Knob
 from scalewright.observers.merging import sync_statistics
 from scalewright.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
 from scalewright.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
+from scalewright.observers.optimal import OptimalObserver
 
 __all__ = [
     "FUSED_LAYER_NAMES",
@@ -22,6 +23,7 @@ __all__ = [
     "MovingAverageMSEObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
+    "OptimalObserver",
     "PercentileObserver",
     "QParamsDict",
     "StaticMinMaxObserver",

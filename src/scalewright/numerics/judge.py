@@ -1,0 +1,259 @@
+"""Judging scales: what each of several would lose at each position, and which loses least.
+
+Scales are what would really be stored, in the units of their position. Where the norm is fractional, a short polynomial
+(curves.py) gives bounds first, and the power itself is computed only where bounds overlap: the winner is the one that
+measuring everything exactly would give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from scalewright.numerics.blocks import Block, Positions
+from scalewright.numerics.curves import Curve, power_curve
+from scalewright.numerics.grids import Grid
+from scalewright.numerics.measure import abs_power_, is_quick_norm
+
+# K candidates, J of them in a batch; P positions and E elements in one block; M pairs of a position and a candidate.
+
+_WORTH_A_CURVE = 1e-2  # bounds that are wider leave too many candidates in the race
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Scales (in units of their position, with zero points unless all are 0) and bounds of their errors, float64."""
+
+    scale_KP: Tensor
+    zero_point_KP: Tensor | None
+    least_KP: Tensor
+    most_KP: Tensor
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bounds are the error itself."""
+        return self.least_KP is self.most_KP
+
+    def at(self, index_JP: Tensor) -> Judged:
+        """Some of the candidates, others at each position."""
+        least_JP = self.least_KP.gather(0, index_JP)
+        return Judged(
+            self.scale_KP.gather(0, index_JP),
+            None if self.zero_point_KP is None else self.zero_point_KP.gather(0, index_JP),
+            least_JP,
+            least_JP if self.is_exact else self.most_KP.gather(0, index_JP),
+        )
+
+    @staticmethod
+    def joined(batches: list[Judged]) -> Judged:
+        """All candidates of some batches, in order."""
+        if len(batches) == 1:
+            return batches[0]
+        points = [each.zero_point_KP for each in batches if each.zero_point_KP is not None]
+        least_KP = torch.cat([each.least_KP for each in batches])
+        return Judged(
+            torch.cat([each.scale_KP for each in batches]),
+            torch.cat(points) if points else None,
+            least_KP,
+            least_KP if all(each.is_exact for each in batches) else torch.cat([each.most_KP for each in batches]),
+        )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Measures `sum of w * |dequantised - x| ** norm` for a grid, in units of each position."""
+
+    grid: Grid
+    norm: float
+
+    def judge(self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None = None) -> Judged:
+        """Measure some scales, exactly or within bounds, whichever is the shorter way to the best."""
+        curves = self._curves_for(positions, scale_JP, zero_point_JP)
+        sums_JP = self._sums(positions, scale_JP, zero_point_JP, curves)
+        power_JP = self._power_of_scales(scale_JP)
+        if curves is None:
+            error_JP = sums_JP.mul_(power_JP)
+            return Judged(scale_JP, zero_point_JP, error_JP, error_JP)
+        block = positions.whole()
+        weight_P = block.x_PE.shape[1] if block.weights_PE is None else block.sum(block.weights_PE).double()
+        tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], dtype=torch.float64, device=sums_JP.device)
+        slack_JP = tolerance_J1 * (curves[0].floor * weight_P)
+        least_JP, most_JP = (sums_JP - slack_JP) / (1 + tolerance_J1), (sums_JP + slack_JP) / (1 - tolerance_J1)
+        return Judged(scale_JP, zero_point_JP, least_JP.mul_(power_JP), most_JP.mul_(power_JP))
+
+    def best(self, positions: Positions, judged: Judged) -> Tensor:
+        """The index of the candidate that loses least at each position; the first of equals."""
+        if judged.is_exact:
+            return _first_least(judged.least_KP)
+        best_P = _first_least(judged.most_KP)
+        contends_KP = judged.least_KP <= judged.most_KP.amin(dim=0)
+        contends_KP &= contends_KP.sum(dim=0) > 1
+        k_M, p_M = contends_KP.nonzero(as_tuple=True)
+        if len(k_M) == 0:
+            return best_P
+        error_KP = torch.full_like(judged.least_KP, inf)
+        block = positions.whole()
+        for some_k, some_p in zip(*(torch.split(each, len(block.x_PE)) for each in (k_M, p_M)), strict=True):
+            points = None if judged.zero_point_KP is None else judged.zero_point_KP[some_k, some_p]
+            error_KP[some_k, some_p] = self._errors(block.at(some_p), judged.scale_KP[some_k, some_p], points)
+        return torch.where(contends_KP.any(dim=0), _first_least(error_KP), best_P)
+
+    def errors(self, positions: Positions, scale_P: Tensor, zero_point_P: Tensor | None = None) -> Tensor:
+        """What the scales lose, exactly, float64 [P]."""
+        point_1P = None if zero_point_P is None else zero_point_P.unsqueeze(0)
+        return self._sums(positions, scale_P.unsqueeze(0), point_1P)[0] * self._power_of_scales(scale_P)
+
+    def total(self, positions: Positions) -> Tensor:
+        """`sum of w * x * x`, float64 [P]: what is lost when every code is 0."""
+        total_P = torch.zeros(len(positions.unit_P), dtype=torch.float64, device=positions.unit_P.device)
+        for block in positions:
+            total_P += self._sum_of_squares(block, block.scratch[0].copy_(block.x_PE))
+        return total_P
+
+    def scores(
+        self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`A = sum of w * x * q` and `B = sum of w * q * q` of the codes q that each scale gives, float64 [J, P].
+
+        For these codes the best scale is A / B, and it loses `sum of w * x * x - A * A / B`: for norm 2, and integers.
+        """
+        products_JP = torch.zeros(scale_JP.shape, dtype=torch.float64, device=scale_JP.device)
+        squares_JP = torch.zeros_like(products_JP)
+        for block in positions:
+            codes, spare, weighted = block.scratch
+            if block.weights_PE is None:
+                weighted = block.x_PE
+            else:
+                torch.mul(block.x_PE, block.weights_PE, out=weighted)
+            part_2JP = torch.empty((2, *scale_JP.shape), dtype=block.sum_dtype, device=scale_JP.device)
+            inverse_JP1 = scale_JP.reciprocal().unsqueeze(-1)
+            for j, (inverse_P1, product_P, square_P) in enumerate(zip(inverse_JP1, *part_2JP, strict=True)):
+                torch.mul(block.x_PE, inverse_P1, out=codes).round_()
+                if zero_point_JP is None:
+                    codes.clamp_(self.grid.low, self.grid.high)
+                else:
+                    torch.maximum(codes, (self.grid.low - zero_point_JP[j]).unsqueeze(1), out=codes)
+                    torch.minimum(codes, (self.grid.high - zero_point_JP[j]).unsqueeze(1), out=codes)
+                block.sum(torch.mul(weighted, codes, out=spare), product_P)
+                self._sum_of_squares(block, codes, square_P)
+            products_JP += part_2JP[0]
+            squares_JP += part_2JP[1]
+        return products_JP, squares_JP
+
+    def clipped(self, positions: Positions, scale_P: Tensor) -> Tensor | None:
+        """What values outside the range of symmetric scales lose at least, float64 [P]; None if that takes too long.
+
+        No smaller scale can lose less.
+        """
+        high_P, low_P = scale_P * self.grid.high, scale_P * self.grid.low
+        if not positions.is_weighted:
+            largest_P = torch.maximum(positions.hi_P - high_P, low_P - positions.lo_P).clamp_(min=0)
+            return largest_P.double().pow_(self.norm)
+        if not is_quick_norm(self.norm):
+            return None
+        total_P = torch.zeros(len(scale_P), dtype=torch.float64, device=scale_P.device)
+        for block in positions:
+            outside, inside, _ = block.scratch
+            torch.minimum(block.x_PE, high_P.unsqueeze(1), out=inside)
+            torch.maximum(inside, low_P.unsqueeze(1), out=inside)
+            torch.sub(block.x_PE, inside, out=outside)
+            total_P += self._summed(block, outside, inside, None)
+        return total_P
+
+    def _errors(self, block: Block, scale_P: Tensor, zero_point_P: Tensor | None) -> Tensor:
+        return self._sum_of(block, scale_P, zero_point_P, None).double() * self._power_of_scales(scale_P)
+
+    def _sums(
+        self,
+        positions: Positions,
+        scale_JP: Tensor,
+        zero_point_JP: Tensor | None,
+        curves: list[Curve] | None = None,
+    ) -> Tensor:
+        """Sums of |u| ** norm, or of its curves, in steps of each scale: float64 [J, P]."""
+        sums_JP = torch.zeros(scale_JP.shape, dtype=torch.float64, device=scale_JP.device)
+        for block in positions:
+            part_JP = torch.empty(scale_JP.shape, dtype=block.sum_dtype, device=scale_JP.device)
+            for j, (scale_P, part_P) in enumerate(zip(scale_JP, part_JP, strict=True)):
+                point_P = None if zero_point_JP is None else zero_point_JP[j]
+                self._sum_of(block, scale_P, point_P, None if curves is None else curves[j], part_P)
+            sums_JP += part_JP
+        return sums_JP
+
+    def _sum_of(
+        self,
+        block: Block,
+        scale_P: Tensor,
+        zero_point_P: Tensor | None,
+        curve: Curve | None,
+        out_P: Tensor | None = None,
+    ) -> Tensor:
+        steps, codes, spare = block.scratch
+        _into_steps(block, scale_P, zero_point_P, out=steps)
+        steps.sub_(self.grid.round_into(steps, codes, spare))
+        return self._summed(block, steps, codes, curve, out_P)
+
+    def _summed(
+        self, block: Block, u_PE: Tensor, scratch: Tensor, curve: Curve | None, out_P: Tensor | None = None
+    ) -> Tensor:
+        if self.norm == 2:
+            return self._sum_of_squares(block, u_PE, out_P)
+        if curve is None:
+            abs_power_(u_PE, self.norm, scratch=scratch)
+        else:
+            curve.evaluate_(u_PE, scratch)
+        if block.weights_PE is not None:
+            u_PE.mul_(block.weights_PE)
+        return block.sum(u_PE, out_P)
+
+    @staticmethod
+    def _sum_of_squares(block: Block, values_PE: Tensor, out_P: Tensor | None = None) -> Tensor:
+        """The weighted sum of squares; overwrites the values."""
+        if block.weights_PE is None and values_PE.shape[1] == block.segment:
+            norm_P: Tensor = torch.linalg.vector_norm(values_PE, dim=1, out=out_P)  # one pass, not two
+            return norm_P.mul_(norm_P)
+        values_PE.mul_(values_PE)
+        if block.weights_PE is not None:
+            values_PE.mul_(block.weights_PE)
+        return block.sum(values_PE, out_P)
+
+    def _power_of_scales(self, scale: Tensor) -> Tensor:
+        # Only positions that are too small for the format have large scales in their units; fp32 is too short for them.
+        is_ordinary = float(scale.max()) < 1e4
+        return abs_power_(scale.clone() if is_ordinary else scale.double(), self.norm)
+
+    def _curves_for(self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None) -> list[Curve] | None:
+        """A curve for each scale that covers what its range leaves out; None where the power itself is better."""
+        if is_quick_norm(self.norm) or not positions.is_whole:
+            return None
+        inverse_JP = scale_JP.reciprocal()
+        above_JP, below_JP = positions.hi_P * inverse_JP, positions.lo_P * inverse_JP
+        if zero_point_JP is not None:
+            above_JP, below_JP = above_JP + zero_point_JP, below_JP + zero_point_JP
+        outside_J = torch.maximum(above_JP.amax(dim=1) - self.grid.high, self.grid.low - below_JP.amin(dim=1))
+        curves = []
+        for outside in outside_J.tolist():
+            largest = self.grid.widest_gap / 2
+            while largest < outside * (1 + 1e-6):
+                largest *= 1.25
+            curve = power_curve(self.norm, largest=largest, typical=self.grid.smallest / 2)
+            if curve.tolerance > _WORTH_A_CURVE:
+                return None
+            curves.append(curve)
+        return curves
+
+
+def _first_least(error_KP: Tensor) -> Tensor:
+    # Twenty times faster than argmin(dim=0).
+    index_P: Tensor = error_KP.min(dim=0).indices
+    return index_P
+
+
+def _into_steps(block: Block, scale_P: Tensor, zero_point_P: Tensor | None, *, out: Tensor) -> Tensor:
+    inverse_P1 = scale_P.reciprocal().unsqueeze(1)
+    if zero_point_P is None:
+        return torch.mul(block.x_PE, inverse_P1, out=out)
+    return torch.addcmul(zero_point_P.unsqueeze(1), block.x_PE, inverse_P1, out=out)
