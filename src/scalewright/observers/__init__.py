@@ -2,8 +2,14 @@
 
 from scalewright.numerics.layout import flatten_for_calibration
 from scalewright.observers.base import Observer, QParamsDict
+from scalewright.observers.defaults import default_observer, make_observer
 from scalewright.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
-from scalewright.observers.histogram import EntropyObserver, HistogramMSEObserver, PercentileObserver
+from scalewright.observers.histogram import (
+    BalancedMSEObserver,
+    EntropyObserver,
+    HistogramMSEObserver,
+    PercentileObserver,
+)
 from scalewright.observers.imatrix import IMatrixMSEObserver
 from scalewright.observers.knobs import Knob
 from scalewright.observers.merging import sync_statistics
@@ -13,6 +19,7 @@ from scalewright.observers.optimal import OptimalObserver
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "BalancedMSEObserver",
     "EntropyObserver",
     "HistogramMSEObserver",
     "IMatrixMSEObserver",
@@ -27,7 +34,9 @@ __all__ = [
     "PercentileObserver",
     "QParamsDict",
     "StaticMinMaxObserver",
+    "default_observer",
     "flatten_for_calibration",
     "fuse_weight_observers",
+    "make_observer",
     "sync_statistics",
 ]

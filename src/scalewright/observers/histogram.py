@@ -15,7 +15,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from scalewright.numerics.grids import grid_of
-from scalewright.numerics.histogram import code_values, count_codes, entropy_threshold, range_holding
+from scalewright.numerics.histogram import (
+    code_values,
+    count_codes,
+    entropy_threshold,
+    evening_weights,
+    range_holding,
+)
 from scalewright.numerics.search import search_range, shrink_candidates
 from scalewright.observers.base import Observer, Range
 from scalewright.observers.folding import Widening
@@ -39,7 +45,7 @@ class HistogramObserver(Widening):
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        counts = count_codes(observed)
+        counts = self.counted(observed)
         self.counts = counts if self.counts is None else self.counts + counts
         self.min_vals, self.max_vals = self.fold(self.current_range(), *self.range_of(observed))
 
@@ -51,6 +57,10 @@ class HistogramObserver(Widening):
         found = [self.range_from(counts_C, values_C) for counts_C in self.counts.reshape(-1, len(values_C))]
         lo_Q, hi_Q = (torch.stack(ends).reshape(self.counts.shape[:-1]) for ends in zip(*found, strict=True))
         return lo_Q, hi_Q
+
+    def counted(self, observed: Tensor) -> Tensor:
+        """The counts of one value."""
+        return count_codes(observed)
 
     @abstractmethod
     def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
@@ -145,3 +155,16 @@ class HistogramMSEObserver(HistogramObserver):
                 candidates_K2[:, end] = together[:, end]
                 factors, best = search(candidates_K2)
         return best[0].reshape(()), best[1].reshape(())
+
+
+@Observer.register("balanced_mse")
+class BalancedMSEObserver(HistogramMSEObserver):
+    """`histogram_mse` with each token's error divided by the token's strength, so that loud tokens do not drown others.
+
+    Some tokens (often the first) have activations a hundred times those of the rest. Plain squared error spends the
+    range on them; here a token weighs in inverse proportion to its root mean square.
+    """
+
+    @override
+    def counted(self, observed: Tensor) -> Tensor:
+        return count_codes(observed, evening_weights(observed))

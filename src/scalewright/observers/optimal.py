@@ -46,12 +46,22 @@ class OptimalObserver(Memoryless, ImportanceObserver):
     candidates: int
     refits: int
     norm: float
+    importance: str
     signed: bool
 
     @override
     def reset(self) -> None:
         super().reset()
         self.scale_sign: Tensor | None = None
+
+    @override
+    def attach(self, module: torch.nn.Module) -> None:
+        if self.importance == "auto":
+            super().attach(module)
+
+    @override
+    def importance_for(self, observed: Tensor) -> Tensor | None:
+        return super().importance_for(observed) if self.importance == "auto" else None
 
     @override
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
