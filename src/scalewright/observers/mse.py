@@ -21,8 +21,8 @@ SEARCH_KNOBS = (
     Knob(
         "patience",
         5,
-        "candidates without improvement after which a position may stop early, in symmetric formats without "
-        "importance; it stops only where no later one can be better. 0: never",
+        "candidates without improvement after which a position may stop early, in symmetric formats; "
+        "it stops only where no later one can be better. 0: never",
         low=0,
         changes="time",
     ),
