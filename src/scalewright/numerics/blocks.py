@@ -48,11 +48,11 @@ class Block:
         return torch.float32 if self.x_PE.shape[1] == self.segment else torch.float64
 
     def at(self, index_M: Tensor) -> Block:
-        """The elements of some of the positions, copied."""
-        x_ME = self.x_PE[index_M]
-        weights_ME = None if self.weights_PE is None else self.weights_PE[index_M]
+        """The elements of some of the positions, no more than there are, copied; scratch memory is shared."""
+        x_ME = torch.index_select(self.x_PE, 0, index_M)
+        weights_ME = None if self.weights_PE is None else torch.index_select(self.weights_PE, 0, index_M)
         return replace(
-            self, x_PE=x_ME, weights_PE=weights_ME, scratch=tuple(torch.empty_like(x_ME) for _ in self.scratch)
+            self, x_PE=x_ME, weights_PE=weights_ME, scratch=tuple(each[: len(x_ME)] for each in self.scratch)
         )
 
 

@@ -7,7 +7,7 @@ bounds overlap need the power itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,20 +17,23 @@ _POINTS = 600
 _ROUNDS = 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
-    """`coefficients` of |u|, |u| ** 2, ...; it is off by `tolerance * max(|u| ** norm, floor)` at most."""
+    """`coefficients` of |u|, |u| ** 2, ...; it is off by `tolerance * (|u| ** norm + floor)` at most."""
 
-    coefficients: tuple[float, ...]
+    coefficients: Tensor
     tolerance: float
     floor: float
 
+    @cached_property
+    def _last(self) -> float:
+        return float(self.coefficients[-1])
+
     def evaluate_(self, u: Tensor, scratch: Tensor) -> Tensor:
         """The curve at each element, in place of `u`; overwrites `scratch`."""
-        constants = torch.tensor(self.coefficients, device=u.device).unbind()
-        u.abs_()
-        torch.add(constants[-2], u, alpha=self.coefficients[-1], out=scratch)
-        for constant in reversed(constants[:-2]):
+        *constants, _ = self.coefficients.to(u.device).unbind()
+        torch.add(constants[-1], u.abs_(), alpha=self._last, out=scratch)
+        for constant in reversed(constants[:-1]):
             torch.addcmul(constant, scratch, u, out=scratch)
         return u.mul_(scratch)
 
@@ -46,7 +49,7 @@ def power_curve(norm: float, *, largest: float, typical: float) -> Curve:
     grid = torch.cat([_spaced(0, typical), _spaced(typical, max(largest, 2 * typical))])
     points = grid[::2]
     basis, target = _powers(points), points.pow(norm)
-    size = target.clamp(min=floor)
+    size = target + floor
     weights = torch.ones_like(points)
     best: tuple[float, Tensor] | None = None
     for _ in range(_ROUNDS):
@@ -59,9 +62,9 @@ def power_curve(norm: float, *, largest: float, typical: float) -> Curve:
         weights = weights / weights.mean()
     assert best is not None
     target = grid.pow(norm)
-    off = (_powers(grid) @ best[1] - target).abs() / target.clamp(min=floor)
+    off = (_powers(grid) @ best[1] - target).abs() / (target + floor)
     # A little more than measured, for what lies between the points and for fp32.
-    return Curve(tuple(best[1].tolist()), 1.02 * float(off.max()) + 1e-5, floor)
+    return Curve(best[1].float(), 1.02 * float(off.max()) + 1e-5, floor)
 
 
 def _spaced(start: float, end: float) -> Tensor:

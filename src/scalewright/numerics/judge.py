@@ -25,7 +25,7 @@ _WORTH_A_CURVE = 1e-2  # bounds that are wider leave too many candidates in the 
 
 @dataclass(frozen=True)
 class Judged:
-    """Scales (in units of their position, with zero points unless all are 0) and bounds of their errors, float64."""
+    """Scales (in units of their position, with zero points unless all are 0) and bounds of their errors."""
 
     scale_KP: Tensor
     zero_point_KP: Tensor | None
@@ -75,14 +75,14 @@ class Judge:
         sums_JP = self._sums(positions, scale_JP, zero_point_JP, curves)
         power_JP = self._power_of_scales(scale_JP)
         if curves is None:
-            error_JP = sums_JP.mul_(power_JP)
+            error_JP = sums_JP * power_JP
             return Judged(scale_JP, zero_point_JP, error_JP, error_JP)
         block = positions.whole()
-        weight_P = block.x_PE.shape[1] if block.weights_PE is None else block.sum(block.weights_PE).double()
-        tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], dtype=torch.float64, device=sums_JP.device)
+        weight_P = block.x_PE.shape[1] if block.weights_PE is None else block.sum(block.weights_PE)
+        tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], device=sums_JP.device)
         slack_JP = tolerance_J1 * (curves[0].floor * weight_P)
         least_JP, most_JP = (sums_JP - slack_JP) / (1 + tolerance_J1), (sums_JP + slack_JP) / (1 - tolerance_J1)
-        return Judged(scale_JP, zero_point_JP, least_JP.mul_(power_JP), most_JP.mul_(power_JP))
+        return Judged(scale_JP, zero_point_JP, least_JP * power_JP, most_JP * power_JP)
 
     def best(self, positions: Positions, judged: Judged) -> Tensor:
         """The index of the candidate that loses least at each position; the first of equals."""
@@ -94,7 +94,7 @@ class Judge:
         k_M, p_M = contends_KP.nonzero(as_tuple=True)
         if len(k_M) == 0:
             return best_P
-        error_KP = torch.full_like(judged.least_KP, inf)
+        error_KP = torch.full_like(judged.least_KP, inf, dtype=torch.float64)
         block = positions.whole()
         for some_k, some_p in zip(*(torch.split(each, len(block.x_PE)) for each in (k_M, p_M)), strict=True):
             points = None if judged.zero_point_KP is None else judged.zero_point_KP[some_k, some_p]
@@ -116,12 +116,12 @@ class Judge:
     def scores(
         self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`A = sum of w * x * q` and `B = sum of w * q * q` of the codes q that each scale gives, float64 [J, P].
+        """`A = sum of w * x * q` and `B = sum of w * q * q` of the codes q that each scale gives, [J, P].
 
         For these codes the best scale is A / B, and it loses `sum of w * x * x - A * A / B`: for norm 2, and integers.
         """
-        products_JP = torch.zeros(scale_JP.shape, dtype=torch.float64, device=scale_JP.device)
-        squares_JP = torch.zeros_like(products_JP)
+        sums_2JP: Tensor | None = None
+        inverse_JP1 = scale_JP.reciprocal().unsqueeze(-1)
         for block in positions:
             codes, spare, weighted = block.scratch
             if block.weights_PE is None:
@@ -129,7 +129,6 @@ class Judge:
             else:
                 torch.mul(block.x_PE, block.weights_PE, out=weighted)
             part_2JP = torch.empty((2, *scale_JP.shape), dtype=block.sum_dtype, device=scale_JP.device)
-            inverse_JP1 = scale_JP.reciprocal().unsqueeze(-1)
             for j, (inverse_P1, product_P, square_P) in enumerate(zip(inverse_JP1, *part_2JP, strict=True)):
                 torch.mul(block.x_PE, inverse_P1, out=codes).round_()
                 if zero_point_JP is None:
@@ -139,9 +138,9 @@ class Judge:
                     torch.minimum(codes, (self.grid.high - zero_point_JP[j]).unsqueeze(1), out=codes)
                 block.sum(torch.mul(weighted, codes, out=spare), product_P)
                 self._sum_of_squares(block, codes, square_P)
-            products_JP += part_2JP[0]
-            squares_JP += part_2JP[1]
-        return products_JP, squares_JP
+            sums_2JP = part_2JP if sums_2JP is None else sums_2JP.double() + part_2JP
+        assert sums_2JP is not None
+        return sums_2JP[0], sums_2JP[1]
 
     def clipped(self, positions: Positions, scale_P: Tensor) -> Tensor | None:
         """What values outside the range of symmetric scales lose at least, float64 [P]; None if that takes too long.
@@ -173,14 +172,15 @@ class Judge:
         zero_point_JP: Tensor | None,
         curves: list[Curve] | None = None,
     ) -> Tensor:
-        """Sums of |u| ** norm, or of its curves, in steps of each scale: float64 [J, P]."""
-        sums_JP = torch.zeros(scale_JP.shape, dtype=torch.float64, device=scale_JP.device)
+        """Sums of |u| ** norm, or of its curves, in steps of each scale: [J, P]."""
+        sums_JP: Tensor | None = None
         for block in positions:
             part_JP = torch.empty(scale_JP.shape, dtype=block.sum_dtype, device=scale_JP.device)
             for j, (scale_P, part_P) in enumerate(zip(scale_JP, part_JP, strict=True)):
                 point_P = None if zero_point_JP is None else zero_point_JP[j]
                 self._sum_of(block, scale_P, point_P, None if curves is None else curves[j], part_P)
-            sums_JP += part_JP
+            sums_JP = part_JP if sums_JP is None else sums_JP.double() + part_JP
+        assert sums_JP is not None
         return sums_JP
 
     def _sum_of(

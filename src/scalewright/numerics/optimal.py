@@ -46,7 +46,7 @@ _SMALLEST_WEIGHTED = {2: 0.25, 3: 0.35, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.7
 # And how far above: a few elements may happen to fit a larger scale.
 _LARGEST_OF_FEW, _FEW = 1.3, 64
 _LARGEST_AFFINE = 1.1
-_MORE_IF_WEIGHTED = 4 / 3  # the best scales lie further apart then
+_MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SCORED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32
 _CODES_BELOW, _CODES_BELOW_WEIGHTED = 3, 8  # tried at once; more only where they can be better
 
@@ -67,7 +67,7 @@ def optimal_range(
     args: QuantizationArgs,
     *,
     norm: float = 2.0,
-    candidates: int = 12,
+    candidates: int = 10,
     refits: int = 1,
     weights_NQG: Tensor | None = None,
     global_scale: Tensor | None = None,
@@ -163,8 +163,8 @@ class _Search:
         if not self.args.symmetric:
             largest = _LARGEST_OF_FEW if bits == 2 else _LARGEST_AFFINE
         else:
-            is_small = positions.group_size <= _FEW or positions.is_weighted
-            largest = max((grid.high - grid.low) / 2 / min(grid.high, -grid.low), _LARGEST_OF_FEW if is_small else 1.0)
+            least = _LARGEST_OF_FEW if _is_rough(positions) else 1.0
+            largest = max((grid.high - grid.low) / 2 / min(grid.high, -grid.low), least)
         step = (1 / smallest - 1 / largest) / (count - 1)
         num_above = max(1, round((1 - 1 / largest) / step))
         return range(-num_above, count - num_above), step
@@ -251,7 +251,7 @@ class _Ladder:
         else:
             raw_P = (positions.hi_P.clamp(min=0) - positions.lo_P.clamp(max=0)) / (grid.high - grid.low)
         raw_P = torch.where(raw_P > 0, raw_P, 1.0)  # nothing but zeros: any scale will do
-        candidates = round(search.candidates * (_MORE_IF_WEIGHTED if positions.is_weighted else 1))
+        candidates = round(search.candidates * (_MORE_IF_ROUGH if _is_rough(positions) else 1))
         num_zoom = 4 if candidates >= 8 else 2 if candidates >= 4 else 0
         rungs, step = search.rungs(positions, max(2, candidates - num_zoom))
         return cls(search, positions, rungs, step, num_zoom, raw_P, scale_P / positions.unit_P, point_P)
@@ -375,6 +375,11 @@ class _Ladder:
             return scale
         unit_P = self.positions.unit_P
         return round_scale(scale * unit_P, self.search.dtype).float() / unit_P
+
+
+def _is_rough(positions: Positions) -> bool:
+    """Whether the error goes up and down from one scale to the next."""
+    return positions.is_weighted or positions.group_size <= _FEW
 
 
 def _best_score(rung_JP: Tensor, point_JP: Tensor | None, products_JP: Tensor, squares_JP: Tensor) -> _Rung:

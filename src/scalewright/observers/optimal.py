@@ -32,8 +32,9 @@ class OptimalObserver(Memoryless, ImportanceObserver):
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob(
             "candidates",
-            12,
-            "scales to try at each position, a third more with importance (all that can be best, for NVFP4 and MXFP4)",
+            10,
+            "scales to try at each position, 1.6 times as many with importance or in groups of 64 and less; for NVFP4 "
+            "and MXFP4, all that can be best are tried",
             low=2,
         ),
         Knob("refits", 1, "times that the best scale is refined", low=0),
