@@ -139,7 +139,7 @@ class _Search:
         if codes is not None:
             return _Found(codes.numbers.to(positions.unit_P.device)[self._best_code(positions, codes)], None)
         found = self._best_on_ladder(positions)
-        return replace(found, scale_P=found.scale_P * positions.unit_P)
+        return replace(found, scale_P=self.in_store(found.scale_P * positions.unit_P))
 
     def better_sign(self, positions: Positions) -> _Found:
         """The best stored scales, of both signs."""
@@ -148,7 +148,7 @@ class _Search:
         for search in (self, mirrored):
             found = search._best_on_ladder(positions)
             error_P = search.judge.errors(positions, found.scale_P, found.point_P)
-            both.append(replace(found, error_P=error_P, scale_P=found.scale_P * positions.unit_P))
+            both.append(replace(found, error_P=error_P, scale_P=self.in_store(found.scale_P * positions.unit_P)))
         return both[0].or_better(replace(both[1], scale_P=-both[1].scale_P))
 
     def rungs(self, positions: Positions, count: int) -> tuple[range, float]:
@@ -159,7 +159,7 @@ class _Search:
             octaves_below = 0.5 if bits < 8 else 0.0
             num_below = round(count * octaves_below / (1 + octaves_below))
             return range(-(count - num_below) + 1, num_below + 1), (1 + octaves_below) / count
-        smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[bits]
+        smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[min(max(bits, 2), 8)]
         if not self.args.symmetric:
             largest = _LARGEST_OF_FEW if bits == 2 else _LARGEST_AFFINE
         else:
@@ -168,6 +168,10 @@ class _Search:
         step = (1 / smallest - 1 / largest) / (count - 1)
         num_above = max(1, round((1 - 1 / largest) / step))
         return range(-num_above, count - num_above), step
+
+    def in_store(self, scale: Tensor) -> Tensor:
+        """What is stored for a scale that codes are multiplied with."""
+        return scale if self.global_scale is None else scale * self.global_scale
 
     def minmax(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
         """The scale and zero point that min-max would store."""
@@ -203,7 +207,7 @@ class _Search:
         clipped_P = self.judge.clipped(positions, judged.scale_KP[-1])
         if clipped_P is None:
             return best_P, torch.zeros_like(best_P, dtype=torch.bool)
-        return best_P, (clipped_P <= judged.least_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
+        return best_P, (clipped_P <= judged.most_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
 
     # ---- scales that may be anything -----------------------------------------------------------------------------
 
@@ -254,7 +258,8 @@ class _Ladder:
         candidates = round(search.candidates * (_MORE_IF_ROUGH if _is_rough(positions) else 1))
         num_zoom = 4 if candidates >= 8 else 2 if candidates >= 4 else 0
         rungs, step = search.rungs(positions, max(2, candidates - num_zoom))
-        return cls(search, positions, rungs, step, num_zoom, raw_P, scale_P / positions.unit_P, point_P)
+        minmax_P = effective_scale(scale_P, search.global_scale) / positions.unit_P
+        return cls(search, positions, rungs, step, num_zoom, raw_P, minmax_P, point_P)
 
     # ---- by score: A * A / B of the codes at each rung -------------------------------------------------------------
 
@@ -373,8 +378,9 @@ class _Ladder:
         """A scale in units as it will be stored."""
         if self.search.dtype == torch.float32:
             return scale
-        unit_P = self.positions.unit_P
-        return round_scale(scale * unit_P, self.search.dtype).float() / unit_P
+        unit_P, search = self.positions.unit_P, self.search
+        stored = round_scale(search.in_store(scale * unit_P), search.dtype)
+        return effective_scale(stored, search.global_scale) / unit_P
 
 
 def _is_rough(positions: Positions) -> bool:

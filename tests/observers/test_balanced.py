@@ -1,0 +1,90 @@
+"""What is special about balanced_mse: a token's error counts relative to the token's strength, and still adds up."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from scalewright.numerics.histogram import code_values, count_codes, evening_weights
+from scalewright.observers import Observer
+
+INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
+
+
+def make(name="balanced_mse", args=INT8, base_name="input", **knobs):
+    return Observer.load_from_registry(name, base_name=base_name, args=args, **knobs)
+
+
+def batch_with_a_loud_token(seed=0):
+    torch.manual_seed(seed)
+    hidden = torch.randn(2, 256, 64)
+    hidden[:, 0] *= 40
+    return hidden
+
+
+def test_a_token_of_twice_the_strength_weighs_half():
+    x = torch.tensor([[1.0, -1.0], [2.0, -2.0], [4.0, 4.0]]).reshape(3, 1, 2)
+    assert evening_weights(x).flatten().tolist() == [2**15, 2**14, 2**13]
+
+
+def test_weights_are_whole_and_bounded():
+    x = torch.tensor([0.0, 1e-30, 1e30]).reshape(3, 1, 1).expand(3, 1, 4)
+    weights = evening_weights(x)
+    assert weights.dtype == torch.int64
+    assert weights.flatten().tolist() == [2**30, 2**30, 1]
+
+
+def test_the_strength_of_half_precision_does_not_overflow():
+    assert evening_weights(torch.full((1, 1, 4096), 60000.0, dtype=torch.float16)).item() == 1
+
+
+def test_a_value_counts_as_often_as_its_weight_says():
+    x = torch.tensor([[1.0, 2.0], [2.0, 3.0]]).reshape(2, 1, 2)
+    counts = count_codes(x, torch.tensor([[5], [7]]))[0]
+    values = code_values()
+    assert {float(values[i]): int(counts[i]) for i in counts.nonzero().flatten()} == {1.0: 5, 2.0: 12, 3.0: 7}
+
+
+def test_each_head_has_tokens_of_its_own_strength():
+    args = QuantizationArgs(num_bits=8, strategy="attn_head")
+    torch.manual_seed(0)
+    state = torch.randn(1, 2, 64, 16)
+    loud = state.clone()
+    loud[:, 0, 0] *= 300
+    plain, with_loud = make(args=args, base_name="k")(state), make(args=args, base_name="k")(loud)
+    assert torch.equal(plain.counts[1], with_loud.counts[1])
+    assert not torch.equal(plain.counts[0], with_loud.counts[0])
+
+
+def test_a_loud_token_does_not_drown_the_others():
+    hidden = batch_with_a_loud_token()
+    quiet = hidden[:, 1:]
+
+    def error_of_quiet_tokens(name):
+        scale = make(name)(hidden).get_qparams()["scale"]
+        return ((quiet / scale).round().clamp(-128, 127) * scale - quiet).square().sum()
+
+    assert error_of_quiet_tokens("balanced_mse") < 0.5 * error_of_quiet_tokens("histogram_mse")
+
+
+def test_tokens_of_one_strength_are_judged_as_by_histogram_mse():
+    torch.manual_seed(0)
+    signs = torch.randn(4, 8, 32).sign()
+    hidden = signs * torch.linspace(0.1, 2, 32)[torch.randperm(32)]
+    torch.testing.assert_close(
+        make()(hidden).get_qparams()["scale"], make("histogram_mse")(hidden).get_qparams()["scale"], rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_record_is_the_same_in_any_order_and_in_parts(dtype):
+    batches = [batch_with_a_loud_token(seed).to(dtype) for seed in range(4)]
+    forwards, backwards, one, other = make(), make(), make(), make()
+    for batch in batches:
+        forwards(batch)
+    for batch in reversed(batches):
+        backwards(batch)
+    one(batches[0])(batches[2])
+    other(batches[3])(batches[1])
+    assert torch.equal(forwards.counts, backwards.counts)
+    assert torch.equal(forwards.counts, one.merge(other).counts)
+    assert forwards.counts.dtype == torch.int64
