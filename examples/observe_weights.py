@@ -42,8 +42,8 @@ FORMATS = {
     "INT8, one scale for each row": QuantizationArgs(num_bits=8, strategy="channel"),
     "NVFP4, groups of 16 under a global scale": preset_name_to_scheme("NVFP4", ["Linear"]).weights,
 }
-WEIGHT_OBSERVERS = ("memoryless_minmax", "memoryless_mse", "imatrix_mse")
-ACTIVATION_OBSERVERS = ("static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse")
+WEIGHT_OBSERVERS = ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "optimal")
+ACTIVATION_OBSERVERS = ("static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse", "balanced_mse")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def main() -> None:
         inputs = f"real ({options.text.name}, read by the model)" if options.text else "random"
     console.print(f"[bold]Weights[/]: {source}.")
     console.print(
-        f"[bold]Inputs[/]: {inputs}. {NUM_TOKENS} tokens give imatrix_mse its importance; "
+        f"[bold]Inputs[/]: {inputs}. {NUM_TOKENS} tokens give imatrix_mse and optimal their importance; "
         f"outputs are measured on {NUM_HELD_OUT} others.\n"
     )
     for title, args in FORMATS.items():
@@ -130,7 +130,7 @@ def measure(name: str, args: QuantizationArgs, layer: Layer) -> tuple[float, flo
     """SQNR of the weight and of the output, the output's squared error, and the seconds that it took to find scales."""
     observer = Observer.load_from_registry(name, base_name="weight", args=args)
     observer.attach(layer.linear)
-    layer.linear(layer.calibration)  # imatrix_mse watches the inputs go by
+    layer.linear(layer.calibration)  # imatrix_mse and optimal watch the inputs go by
     weight = layer.linear.weight.detach()
     began = time.perf_counter()
     qparams = observer(weight).get_qparams()

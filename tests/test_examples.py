@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROMISED = {
     "observe_weights.py": (
         *("INT4, groups of 32", "INT8, one scale for each row", "NVFP4, groups of 16", "Activations"),
-        *("memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse"),
-        *("static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse"),
+        *("memoryless_minmax", "memoryless_mse", "imatrix_mse", "optimal", "nvfp4_expanded_mse"),
+        *("static_minmax", "minmax", "mse", "percentile", "entropy", "histogram_mse", "balanced_mse"),
     ),
 }
 
@@ -51,12 +51,14 @@ def test_a_model_is_trained_where_none_lies_beside_the_repository(tmp_path: Path
     assert_prints_what_it_promises(done, "observe_weights.py")
     learned = re.match(r"Weights: a small model .*\(([\d.]+) bits a letter before and ([\d.]+)\s+after\)", done.stdout)
     assert learned and float(learned[1]) > 6 and float(learned[2]) < 4
-    shares = {name: [] for name in ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse")}
+    names = ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "optimal", "nvfp4_expanded_mse")
+    shares = {name: [] for name in names}
     for name, share in re.findall(r"(\w+) +[\d.]+ +[\d.]+ +(\d+)% +[\d.]+ *$", done.stdout, re.MULTILINE):
         shares[name].append(int(share))
-    assert [len(each) for each in shares.values()] == [9, 9, 9, 3]  # three layers in three formats; one in NVFP4 only
+    assert [len(each) for each in shares.values()] == [9, 9, 9, 9, 3]  # three layers, three formats; one in NVFP4 only
     assert set(shares["memoryless_minmax"]) == {100}
     assert max(shares["nvfp4_expanded_mse"]) < 100
+    assert sum(shares["optimal"]) < sum(shares["imatrix_mse"])
 
 
 def test_a_folder_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
