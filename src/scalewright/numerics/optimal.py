@@ -41,11 +41,12 @@ from scalewright.numerics.threads import in_row_shares
 
 # How far below min-max's scale the best may lie, by bits: further down, clipping loses more than finer steps gain. With
 # importance the largest values may hardly count.
-_SMALLEST = {2: 0.25, 3: 0.4, 4: 0.6, 5: 0.7, 6: 0.75, 7: 0.8, 8: 0.85}
-_SMALLEST_WEIGHTED = {2: 0.25, 3: 0.35, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.7}
+_SMALLEST = {2: 0.25, 3: 0.4, 4: 0.6, 5: 0.72, 6: 0.82, 7: 0.9, 8: 0.95}
+_SMALLEST_WEIGHTED = {2: 0.25, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.82, 8: 0.88}
 # And how far above: a few elements may happen to fit a larger scale.
-_LARGEST_OF_FEW, _FEW = 1.3, 64
-_LARGEST_AFFINE = 1.1
+_LARGEST_OF_FEW = {2: 1.3, 3: 1.3, 4: 1.3, 5: 1.2, 6: 1.12, 7: 1.08, 8: 1.06}
+_FEW = 64
+_LARGEST_AFFINE = {**_LARGEST_OF_FEW, **dict.fromkeys(range(3, 7), 1.1)}
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SCORED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32
 _CODES_BELOW, _CODES_BELOW_WEIGHTED = 3, 8  # tried at once; more only where they can be better
@@ -159,12 +160,13 @@ class _Search:
             octaves_below = 0.5 if bits < 8 else 0.0
             num_below = round(count * octaves_below / (1 + octaves_below))
             return range(-(count - num_below) + 1, num_below + 1), (1 + octaves_below) / count
-        smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[min(max(bits, 2), 8)]
+        bits = min(max(bits, 2), 8)
+        smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[bits]
+        largest = (grid.high - grid.low) / 2 / min(grid.high, -grid.low)
         if not self.args.symmetric:
-            largest = _LARGEST_OF_FEW if bits == 2 else _LARGEST_AFFINE
-        else:
-            least = _LARGEST_OF_FEW if _is_rough(positions) else 1.0
-            largest = max((grid.high - grid.low) / 2 / min(grid.high, -grid.low), least)
+            largest = _LARGEST_AFFINE[bits]
+        elif _is_rough(positions):
+            largest = max(largest, _LARGEST_OF_FEW[bits])
         step = (1 / smallest - 1 / largest) / (count - 1)
         num_above = max(1, round((1 - 1 / largest) / step))
         return range(-num_above, count - num_above), step
