@@ -24,7 +24,7 @@ class OptimalObserver(Memoryless, ImportanceObserver):
 
     With importance, errors are squared: `sum E[x^2] * d^2` is what the layer's output loses. Without, and at 2 bits, a
     norm above 2 guards against clipping too much. NVFP4 and MXFP4 scales are the very best; others come from a search
-    that ends within a fraction of a percent of it.
+    that, for 4 bits and fewer, ends within about a percent of it.
 
     With `signed`, `scale_sign` (fp32, 1 or -1) says where the scale is negative.
     """
