@@ -188,6 +188,47 @@ def error(
     return (weights * np.abs(dequantized(x, scale, zero_point, fmt, divisor) - x) ** norm).sum(axis=-1)
 
 
+def least_error_of_codes(
+    x: Array, fmt: Format, divisor: float | None = None, *, norm: float, weights: Array | float = 1.0
+) -> Array:
+    """The least error at each position of all scales that the format has: every number of e4m3, or every power of two.
+
+    For formats whose scales are numbers of a short format themselves.
+    """
+    powers = np.ldexp(1.0, np.arange(-127, 128))
+    scales = {"e4m3": positive_numbers("e4m3")[1:], "e8m0": powers}[fmt.scales]
+    least = np.full(x.shape[:-1], np.inf)
+    for scale in scales:
+        tried = error(x, np.full(x.shape[:-1], scale), np.zeros(()), fmt, divisor, norm=norm, weights=weights)
+        least = np.minimum(least, tried)
+    return least
+
+
+def least_error_of_scan(
+    x: Array,
+    fmt: Format,
+    dtype: str,
+    divisor: float | None = None,
+    *,
+    norm: float,
+    weights: Array | float = 1.0,
+    num_scales: int = 400,
+) -> Array:
+    """The least error at each position of many stored scales, from 0.2 to 1.5 times that of min-max.
+
+    Affine formats try each of them under the zero point of min-max and its two neighbours.
+    """
+    lo, hi = x.min(axis=-1), x.max(axis=-1)
+    _, middle = qparams(lo, hi, fmt, dtype, divisor)
+    least = np.full(lo.shape, np.inf)
+    for factor in np.linspace(0.2, 1.5, num_scales):
+        scale, _ = qparams(lo * factor, hi * factor, fmt, dtype, divisor)
+        for step in (0,) if fmt.symmetric else (-1, 0, 1):
+            zero_point = np.clip(middle + step, fmt.low, fmt.high)
+            least = np.minimum(least, error(x, scale, zero_point, fmt, divisor, norm=norm, weights=weights))
+    return least
+
+
 def shrink_factors(*, maxshrink: float, grid: float, expand: float = 1.0) -> Array:
     """Min-max itself, and `expand * (1 - i / grid)` for every whole i below `maxshrink * grid`, at least for i = 0."""
     num_steps = max(1, math.floor(maxshrink * grid + 1e-9))
@@ -223,7 +264,9 @@ def candidate_errors(
     return np.max([error(x, *side, fmt, divisor, norm=norm, weights=weights) for side in sides], axis=0)
 
 
-def least_error_by_turns(x: Array, fmt: Format, dtype: str, factors: Array, *, norm: float) -> float:
+def least_error_by_turns(
+    x: Array, fmt: Format, dtype: str, factors: Array, *, norm: float, weights: Array | float = 1.0
+) -> float:
     """The error of the best range [f * least, g * largest] of the values `x` [E] that this walk arrives at.
 
     First f = g, the best of all factors. Affine formats then move the lower end alone, the upper end alone, and both
@@ -232,7 +275,7 @@ def least_error_by_turns(x: Array, fmt: Format, dtype: str, factors: Array, *, n
     lo, hi = x.min(), x.max()
 
     def best_of(pairs_K2: Array) -> tuple[Array, float]:
-        errors = candidate_errors(x, lo, hi, pairs_K2, fmt, dtype, norm=norm)
+        errors = candidate_errors(x, lo, hi, pairs_K2, fmt, dtype, norm=norm, weights=weights)
         return pairs_K2[errors.argmin()], float(errors.min())
 
     pair, least = best_of(np.stack([factors, factors], axis=1))
@@ -241,6 +284,23 @@ def least_error_by_turns(x: Array, fmt: Format, dtype: str, factors: Array, *, n
         pairs[:, end] = factors
         pair, least = best_of(pairs)
     return least
+
+
+def evening_weights(x: Array, base_name: str, strategy: str) -> Array:
+    """A weight for each value, in inverse proportion to the root mean square of its token; a weight is one token.
+
+    For attention heads with scales of their own, each head of a token counts as a token. Weights have 12 significant
+    bits.
+    """
+    if base_name == "weight":
+        axes: tuple[int, ...] = (0, 1)
+    elif base_name in ("input", "output") or strategy == "attn_head":
+        axes = (-1,)
+    else:
+        axes = (1, 3)
+    strength = np.sqrt((x**2).mean(axis=axes, keepdims=True))
+    mantissa, exponent = np.frexp(1 / strength)
+    return np.broadcast_to(np.ldexp(np.rint(mantissa * 4096), exponent - 12), x.shape)
 
 
 # ---- rules on the distribution of all values ------------------------------------------------------------------------

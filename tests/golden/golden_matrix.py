@@ -14,7 +14,7 @@ from scalewright.observers.catalog import registered_observers
 
 # Classes that other tests register for themselves are none of our business.
 OBSERVERS = [name for name, cls in registered_observers().items() if cls.__module__.startswith("scalewright.")]
-ON_COUNTS = ("percentile", "entropy", "histogram_mse")
+ON_COUNTS = ("percentile", "entropy", "histogram_mse", "balanced_mse")
 
 # Defaults that take too long for every cell of the matrix, or leave no value out of so few, are tested apart.
 KNOBS_FOR_EVERY_CELL: dict[str, tuple[tuple[str, float], ...]] = {
@@ -22,6 +22,7 @@ KNOBS_FOR_EVERY_CELL: dict[str, tuple[tuple[str, float], ...]] = {
     "percentile": (("percentile", 95.0),),
     "entropy": (("bins", 256),),
     "histogram_mse": (("grid", 10.0),),
+    "balanced_mse": (("grid", 10.0),),
 }
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

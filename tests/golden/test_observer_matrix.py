@@ -17,8 +17,11 @@ from float64_reference import (
     candidate_errors,
     divergence_of_cuts,
     error,
+    evening_weights,
     global_scale,
     least_error_by_turns,
+    least_error_of_codes,
+    least_error_of_scan,
     percentile_range,
     qparams_bounds,
     round_to_float,
@@ -34,6 +37,7 @@ from golden_matrix import (
     OBSERVERS,
     ON_COUNTS,
     PAIRS,
+    SHAPES,
     SOME_FORMATS,
     args_for,
     cut_for,
@@ -46,6 +50,9 @@ from golden_matrix import (
 from numpy.typing import NDArray
 
 from scalewright.observers import Observer
+
+# Observers that weigh errors by the input's strength, where there is any.
+WEIGHED = ("imatrix_mse", "optimal")
 
 # A search in fp32 may prefer a candidate whose error differs only by what fp32 cannot tell.
 WORSE_BY = 1e-5
@@ -204,10 +211,10 @@ def nearest_candidate(chosen_lo: Array, chosen_hi: Array, lo: Array, hi: Array, 
     return np.abs(factors - ratio[..., None]).argmin(axis=-1)
 
 
-def assert_no_worse(found: Array, best: Array, combination: Combination) -> None:
+def assert_no_worse(found: Array, best: Array, combination: Combination, by: float = WORSE_BY) -> None:
     ratio = found / np.maximum(best, 1e-300)
     worst = np.unravel_index(ratio.argmax(), ratio.shape)
-    assert ratio.max() <= 1 + WORSE_BY, (
+    assert ratio.max() <= 1 + by, (
         f"{combination}: position {tuple(map(int, worst))} loses {found[worst]:.9g}, "
         f"and {best[worst]:.9g} can be had ({ratio.max():.7f} times)"
     )
@@ -247,7 +254,7 @@ def check_entropy(x: Array, lo: float, hi: float, combination: Combination) -> N
     )
 
 
-def check_histogram_mse(x: Array, lo: float, hi: float, combination: Combination) -> None:
+def check_histogram_mse(x: Array, lo: float, hi: float, combination: Combination, weights: Array | float = 1.0) -> None:
     knobs = {"maxshrink": 0.95, "grid": 200.0, "norm": 2.0, **dict(combination.knobs)}
     factors = shrink_factors(maxshrink=knobs["maxshrink"], grid=knobs["grid"])
     for end, whole in ((lo, x.min()), (hi, x.max())):
@@ -256,9 +263,22 @@ def check_histogram_mse(x: Array, lo: float, hi: float, combination: Combination
         np.testing.assert_allclose(lo / x.min(), hi / x.max(), rtol=1e-6, err_msg=str(combination))
     # What is stored for a range has been checked already, so the range stands for it.
     as_chosen = np.array([[lo / x.min(), hi / x.max()]])
-    found = candidate_errors(x, x.min(), x.max(), as_chosen, combination.fmt, combination.dtype, norm=knobs["norm"])
-    best = least_error_by_turns(x, combination.fmt, combination.dtype, factors, norm=knobs["norm"])
+    measure = {"norm": knobs["norm"], "weights": weights}
+    found = candidate_errors(x, x.min(), x.max(), as_chosen, combination.fmt, combination.dtype, **measure)
+    best = least_error_by_turns(x, combination.fmt, combination.dtype, factors, **measure)
     assert_no_worse(found, np.array([best]), combination)
+
+
+def check_balanced_mse(observer: Observer, value: torch.Tensor, combination: Combination) -> None:
+    batches = torch.split(value, SHAPES[combination.base_name][0])
+    weights = [evening_weights(exact(each), combination.base_name, combination.strategy) for each in batches]
+    weights_PE = combination.cut(torch.from_numpy(np.concatenate(weights)))
+    weights_of = iter(weights_PE.reshape(-1, weights_PE.shape[-1]))
+
+    def check_range(x: Array, lo: float, hi: float, combination: Combination) -> None:
+        check_histogram_mse(x, lo, hi, combination, next(weights_of))
+
+    check_recorded(observer, value, combination, check_range)
 
 
 def check_weighted_search(
@@ -266,6 +286,31 @@ def check_weighted_search(
 ) -> None:
     importance = importance_of(combination)
     check_search(observer, value, combination, absmax, search=IMATRIX_MSE, importance=importance)
+
+
+def check_optimal(
+    observer: Observer, value: torch.Tensor, combination: Combination, absmax: float | None = None
+) -> None:
+    """What is stored is the chosen range's, loses no more than min-max, and is the best there is, or near it."""
+    fmt, x = combination.fmt, combination.cut(value)
+    absmax = float(np.abs(x).max()) if absmax is None else absmax
+    lo, hi = map(exact, observer.chosen_range(observer.get_global_scale()))
+    scale, zero_point, divisor = assert_qparams_of(observer, lo, hi, combination, absmax)
+    importance, weights = importance_of(combination), 1.0
+    if importance is not None:
+        weights = combination.cut(torch.from_numpy(np.broadcast_to(importance, value.shape).copy()))
+    measure = {"norm": 2.0 if importance is not None and fmt.bits > 2 else 2.4, "weights": weights}
+    found = error(x, scale, zero_point, fmt, divisor, **measure)
+    lo, hi, itself = x.min(axis=-1), x.max(axis=-1), np.ones((1, 2))
+    plain = candidate_errors(x, lo, hi, itself, fmt, combination.dtype, divisor, **measure)[0]
+    # A range gives back the scale that it was made from up to its last bit, and at 8 bits that shows.
+    assert_no_worse(found, plain, combination, by=1e-4)
+    if fmt.scales != "own":
+        assert_no_worse(found, least_error_of_codes(x, fmt, divisor, **measure), combination)
+    elif fmt.bits <= 4:
+        # Of more bits a dozen scales cannot try all that matters in groups as small as these.
+        scanned = least_error_of_scan(x, fmt, combination.dtype, divisor, **measure)
+        assert_no_worse(found.sum(keepdims=True), scanned.sum(keepdims=True), combination, by=0.06)
 
 
 # Observer, value, combination, and the largest magnitude for the global scale where it is not that of the value.
@@ -277,9 +322,11 @@ RULES: dict[str, Callable[..., None]] = {
     "mse": partial(check_search, search=MSE),
     "nvfp4_expanded_mse": partial(check_search, search=NVFP4_EXPANDED_MSE),
     "imatrix_mse": check_weighted_search,
+    "optimal": check_optimal,
     "percentile": partial(check_recorded, check_range=check_percentile),
     "entropy": partial(check_recorded, check_range=check_entropy),
     "histogram_mse": partial(check_recorded, check_range=check_histogram_mse),
+    "balanced_mse": check_balanced_mse,
 }
 
 
@@ -297,7 +344,7 @@ def importance_of(combination: Combination) -> Array | None:
 
 def observe(combination: Combination, *batches: int) -> Observer:
     observer = combination.make()
-    if combination.observer == "imatrix_mse" and combination.base_name == "weight":
+    if combination.observer in WEIGHED and combination.base_name == "weight":
         observer.observe_input(layer_input())
     for batch in batches:
         observer(combination.values(batch))

@@ -216,6 +216,17 @@ def collects_importance(cls: type[Observer]) -> bool:
     return hasattr(cls, "observe_input")
 
 
+def squares_weighed_errors(cls: type[Observer]) -> bool:
+    """Whether the norm is 2 where there is importance, and the knob is for where there is none."""
+    return has_knob(cls, "importance")
+
+
+def own_norm(scene: Scene, observer: Any) -> float:
+    """The power of the error that the observer's search adds up in this scene."""
+    is_squared = squares_weighed_errors(type(observer)) and scene.importance_input is not None
+    return 2.0 if is_squared and scene.args.num_bits > 2 else float(observer.norm)
+
+
 # ---- values ----------------------------------------------------------------------------------------------------
 
 

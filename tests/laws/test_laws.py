@@ -191,7 +191,7 @@ def _own_errors(scene: Scene, value: Tensor) -> tuple[Tensor, Tensor]:
             cases.effective_scale(qparams),
             None if scene.args.symmetric else qparams["zero_point"],
             grid_of(scene.args),
-            norm=observer.norm,
+            norm=cases.own_norm(scene, observer),
             weights_NQG=weights,
         ).sum(dim=0)
         for qparams in (observer.get_qparams(), plain.get_qparams())
@@ -223,6 +223,8 @@ def test_a_search_finds_something_better_than_min_max(case: Case) -> None:
 def test_equal_importance_equals_no_importance(case: Case, data: st.DataObject) -> None:
     scene, [weight] = data.draw(cases.scenes_and_values(case, with_importance=False))
     size, tokens = data.draw(st.sampled_from((0.25, 1.0, 8.0))), data.draw(st.integers(1, 3))
+    if cases.squares_weighed_errors(case.cls):
+        scene = replace(scene, knobs={**scene.knobs, "norm": 2.0})
     equal = replace(scene, importance_input=torch.full((tokens, weight.shape[-1]), size))
     weighed, unweighed = equal.seeing(weight), scene.seeing(weight)
     assert weighed.channel_importance is not None and unweighed.channel_importance is None
@@ -257,7 +259,10 @@ def test_turning_a_knob_changes_something(name: str, knob: Knob) -> None:
             case = param.values[0]
             for scene in case.scenes(coarse=False) if case.name == name else ():
                 shape = scene.shape(rows=4, groups=4)
-                yield scene, [cases.make_values(kind, shape, 11) for kind in ("outliers", "normal")]
+                values = [cases.make_values(kind, shape, 11) for kind in ("outliers", "normal")]
+                yield scene, values
+                if case.base_name == "weight" and cases.collects_importance(case.cls):
+                    yield replace(scene, importance_input=cases.make_values("outliers", (4, shape[-1]), 12)), values
 
     others = cases.other_values(knob)
     assert others, f"there is no other value for {knob}"

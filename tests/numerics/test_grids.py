@@ -105,3 +105,29 @@ def test_rounding_is_done_in_place(grid):
     x = torch.tensor([0.3, 1.1])
     assert grid.round_(x) is x
     assert x[0] != torch.tensor(0.3)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+def test_a_mirrored_grid_has_the_same_numbers_with_the_other_sign(grid):
+    mirrored = grid.mirrored()
+    torch.testing.assert_close(mirrored.numbers(), -grid.numbers().flip(0), rtol=0, atol=0)
+    torch.manual_seed(0)
+    x = torch.randn(1000) * grid.high
+    torch.testing.assert_close(mirrored.round_(-x), -grid.round_(x.clone()), rtol=0, atol=0)
+    assert mirrored.name == f"-{grid.name}"
+    assert (mirrored.smallest, mirrored.widest_gap) == (grid.smallest, grid.widest_gap)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+def test_the_widest_gap_is_that_between_the_numbers_furthest_apart(grid):
+    assert grid.widest_gap == float(grid.numbers().diff().max())
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+def test_rounding_into_another_tensor_leaves_the_values_alone(grid):
+    torch.manual_seed(0)
+    x = torch.randn(100) * grid.high
+    before, out, scratch = x.clone(), torch.empty(100), torch.empty(100)
+    assert grid.round_into(x, out, scratch) is out
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+    torch.testing.assert_close(out, grid.round_(x), rtol=0, atol=0)

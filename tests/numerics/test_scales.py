@@ -7,11 +7,15 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from scalewright.numerics import scales
 from scalewright.numerics.scales import (
+    E4M3_SCALES,
     E4M3_SMALLEST,
+    E8M0_SCALES,
     candidate_qparams,
     effective_scale,
     global_scale_of,
+    range_for,
     round_scale,
+    scale_codes_of,
     stored_dtype,
     stored_qparams,
 )
@@ -229,3 +233,91 @@ def test_candidates_have_the_very_qparams_that_would_be_stored(name, dtype):
             assert quick_point is None
         else:
             torch.testing.assert_close(quick_point, zero_point.float(), rtol=0, atol=0)
+
+
+# ---- scales of short formats ---------------------------------------------------------------------------------------
+
+
+def test_e4m3_scales_are_the_126_positive_numbers_of_float8_by_their_bits():
+    numbers, first = E4M3_SCALES.numbers, E4M3_SCALES.first
+    assert len(numbers) - first == 126
+    assert numbers[first] == 2.0**-9 and numbers[-1] == 448
+    codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    torch.testing.assert_close(codes.long(), torch.arange(127), rtol=0, atol=0)
+
+
+def test_e8m0_scales_are_the_255_powers_of_two():
+    numbers = E8M0_SCALES.numbers.double()
+    assert E8M0_SCALES.first == 0
+    torch.testing.assert_close(numbers, 2.0 ** torch.arange(-127, 128, dtype=torch.float64), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codes", [E4M3_SCALES, E8M0_SCALES], ids=["e4m3", "e8m0"])
+def test_the_code_of_a_number_is_where_it_stands(codes):
+    index = torch.arange(codes.first, len(codes.numbers)).reshape(1, -1).flip(1)
+    torch.testing.assert_close(codes.code_of(codes.numbers[index]), index, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        *((args, None) for args in (INT8, INT8_AFFINE, INT4_AFFINE, FP8)),
+        (NVFP4, E4M3_SCALES),
+        (MXFP4, E8M0_SCALES),
+        (preset_name_to_scheme("MXFP8", ["Linear"]).weights, E8M0_SCALES),
+    ],
+)
+def test_a_format_whose_scales_are_few_says_which(args, expected):
+    assert scale_codes_of(args) is expected
+
+
+# ---- a range for a scale -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name, args in EVERY_FORMAT.items() if scale_codes_of(args) is None])
+def test_the_range_for_a_scale_gives_that_scale_and_its_zero_point_back(name, dtype):
+    args = EVERY_FORMAT[name]
+    torch.manual_seed(0)
+    spread = 3 if dtype == torch.float16 else 25
+    scale = (torch.rand(20_000) + 0.5) * 10 ** ((torch.rand(20_000) * 2 - 1) * spread)
+    scale = scale.to(dtype)
+    half = 2 ** (args.num_bits - 1)
+    zero_point = None if args.symmetric else torch.randint(-half, half, scale.shape).float()
+    lo, hi = range_for(scale, zero_point, args)
+    assert lo.dtype == hi.dtype == torch.float32
+    assert (lo <= 0).all() and (hi >= 0).all()
+    found, found_point = stored_qparams(lo, hi, args, dtype=dtype)
+    if dtype == torch.float32:
+        bits, found_bits = scale.view(torch.int32), found.view(torch.int32)
+        assert (bits - found_bits).abs().max() <= 1
+    else:
+        torch.testing.assert_close(found, scale, rtol=0, atol=0)
+    expected = torch.zeros_like(scale) if zero_point is None else zero_point
+    torch.testing.assert_close(found_point.float(), expected.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("absmax", [1e-30, 1e-3, 0.37, 1.0, 2688.0, 12345.678, 1e30])
+def test_the_range_for_each_e4m3_scale_gives_it_back_under_any_global_scale(absmax):
+    global_scale = global_scale_of(torch.tensor(absmax))
+    scale = E4M3_SCALES.numbers[1:]
+    found, _ = stored_qparams(
+        *range_for(scale, None, NVFP4, global_scale=global_scale), NVFP4, global_scale=global_scale
+    )
+    torch.testing.assert_close(found, scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "MXFP8"])
+def test_the_range_for_each_power_of_two_gives_it_back(name):
+    args = preset_name_to_scheme(name, ["Linear"]).weights
+    # Beyond, the range itself leaves fp32 or its normal numbers.
+    scale = 2.0 ** torch.arange(-126.0, 118.0)
+    found, _ = stored_qparams(*range_for(scale, None, args), args)
+    torch.testing.assert_close(found, scale, rtol=0, atol=0)
+
+
+def test_the_range_for_a_scale_never_leaves_fp32():
+    largest = torch.full((1,), torch.finfo(torch.float32).max)
+    for args, point in ((INT8, None), (INT8_AFFINE, torch.tensor([-128.0])), (FP8, None)):
+        lo, hi = range_for(largest, point, args)
+        assert torch.isfinite(lo).all() and torch.isfinite(hi).all()

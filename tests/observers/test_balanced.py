@@ -23,23 +23,30 @@ def batch_with_a_loud_token(seed=0):
 
 def test_a_token_of_twice_the_strength_weighs_half():
     x = torch.tensor([[1.0, -1.0], [2.0, -2.0], [4.0, 4.0]]).reshape(3, 1, 2)
-    assert evening_weights(x).flatten().tolist() == [2**15, 2**14, 2**13]
+    assert evening_weights(x).flatten().tolist() == [1.0, 0.5, 0.25]
 
 
-def test_weights_are_whole_and_bounded():
-    x = torch.tensor([0.0, 1e-30, 1e30]).reshape(3, 1, 1).expand(3, 1, 4)
-    weights = evening_weights(x)
-    assert weights.dtype == torch.int64
-    assert weights.flatten().tolist() == [2**30, 2**30, 1]
+def test_weights_are_short_numbers_so_that_they_add_up_exactly():
+    torch.manual_seed(0)
+    weights = evening_weights(torch.randn(100, 1, 8) * torch.logspace(-4, 4, 100).reshape(-1, 1, 1))
+    mantissa, _ = torch.frexp(weights)
+    assert weights.dtype == torch.float64
+    assert torch.equal(mantissa * 4096, (mantissa * 4096).round())
 
 
-def test_the_strength_of_half_precision_does_not_overflow():
-    assert evening_weights(torch.full((1, 1, 4096), 60000.0, dtype=torch.float16)).item() == 1
+def test_the_strength_of_extreme_values_neither_overflows_nor_vanishes():
+    for value, dtype in ((60000.0, torch.float16), (3e38, torch.float32), (1e-38, torch.float32)):
+        weight = evening_weights(torch.full((1, 1, 4096), value, dtype=dtype)).item()
+        assert weight == pytest.approx(1 / value, rel=1e-3)
+
+
+def test_a_token_of_zeros_has_a_weight():
+    assert evening_weights(torch.zeros(1, 1, 4)).item() == 1
 
 
 def test_a_value_counts_as_often_as_its_weight_says():
     x = torch.tensor([[1.0, 2.0], [2.0, 3.0]]).reshape(2, 1, 2)
-    counts = count_codes(x, torch.tensor([[5], [7]]))[0]
+    counts = count_codes(x, torch.tensor([[5.0], [7.0]], dtype=torch.float64))[0]
     values = code_values()
     assert {float(values[i]): int(counts[i]) for i in counts.nonzero().flatten()} == {1.0: 5, 2.0: 12, 3.0: 7}
 
@@ -87,4 +94,4 @@ def test_the_record_is_the_same_in_any_order_and_in_parts(dtype):
     other(batches[3])(batches[1])
     assert torch.equal(forwards.counts, backwards.counts)
     assert torch.equal(forwards.counts, one.merge(other).counts)
-    assert forwards.counts.dtype == torch.int64
+    assert forwards.counts.dtype == torch.float64

@@ -21,6 +21,7 @@ PUBLIC_NAMES = {
     scalewright: ["Observer", "ScalewrightError", "__version__"],
     scalewright.observers: [
         "FUSED_LAYER_NAMES",
+        "BalancedMSEObserver",
         "EntropyObserver",
         "HistogramMSEObserver",
         "IMatrixMSEObserver",
@@ -31,11 +32,14 @@ PUBLIC_NAMES = {
         "MovingAverageMSEObserver",
         "NVFP4ExpandedMSEObserver",
         "Observer",
+        "OptimalObserver",
         "PercentileObserver",
         "QParamsDict",
         "StaticMinMaxObserver",
+        "default_observer",
         "flatten_for_calibration",
         "fuse_weight_observers",
+        "make_observer",
         "sync_statistics",
     ],
 }

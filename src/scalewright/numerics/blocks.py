@@ -42,6 +42,13 @@ class Block:
         total_P = values_PE.view(len(values_PE), -1, self.segment).sum(dim=-1).double().sum(dim=-1)
         return total_P if out_P is None else out_P.copy_(total_P)
 
+    def sum_of_squares(self, values_PE: Tensor, out_P: Tensor | None = None) -> Tensor:
+        """The same of their squares, in one pass."""
+        norm_PS = torch.linalg.vector_norm(values_PE.view(len(values_PE), -1, self.segment), dim=-1)
+        squares_PS: Tensor = norm_PS.mul_(norm_PS)
+        total_P = squares_PS[:, 0] if squares_PS.shape[1] == 1 else squares_PS.double().sum(dim=-1)
+        return total_P if out_P is None else out_P.copy_(total_P)
+
     @property
     def sum_dtype(self) -> torch.dtype:
         """What `sum` gives."""
@@ -64,6 +71,7 @@ class Positions:
     hi_P: Tensor
     unit_P: Tensor
     group_size: int
+    num_elements: int
     is_weighted: bool
     is_whole: bool
     """Whether all elements are in one block."""
@@ -72,10 +80,15 @@ class Positions:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks())
 
-    def whole(self) -> Block:
-        """The one block that holds everything."""
-        (block,) = self
-        return block
+    def total_weight(self) -> Tensor:
+        """How much all elements of each position weigh together; without weights, how many they are."""
+        if not self.is_weighted:
+            return torch.full_like(self.unit_P, self.num_elements)
+        total_P = torch.zeros_like(self.unit_P, dtype=torch.float64)
+        for block in self:
+            assert block.weights_PE is not None
+            total_P += block.sum(block.weights_PE)
+        return total_P.float()
 
     def at(self, index_M: Tensor) -> Positions:
         """Some of these positions."""
@@ -109,7 +122,16 @@ def positions_of(
         part = slice(start, start + step)
         blocks = partial(cut.blocks, start, unit[part])
         again = partial(iter, tuple(blocks())) if cut.is_whole else blocks
-        yield Positions(lo[part], hi[part], unit[part], x_NQG.shape[-1], weights_NQG is not None, cut.is_whole, again)
+        yield Positions(
+            lo[part],
+            hi[part],
+            unit[part],
+            x_NQG.shape[-1],
+            x_NQG.shape[0] * x_NQG.shape[-1],
+            weights_NQG is not None,
+            cut.is_whole,
+            again,
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,8 @@ class _Cut:
         if rows * per_observation > block_elements:
             width = max(segment, block_elements // columns // segment * segment)
         num_buffers = 1 + (w_NABG is not None) + NUM_SCRATCH
-        buffers = torch.empty(num_buffers, rows * columns * observations * width, device=x_NQG.device)
+        size = rows * columns * observations * width
+        buffers = torch.empty(num_buffers, size, dtype=torch.float32, device=x_NQG.device)
         return cls(x_NABG, w_NABG, rows, observations, width, segment, buffers)
 
     @property

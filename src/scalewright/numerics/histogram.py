@@ -21,7 +21,7 @@ _TABLE = 1 << 19  # cuts times bins that are worked on at a time
 def count_codes(x_NQG: Tensor, weight_NQ: Tensor | None = None) -> Tensor:
     """How often each bf16 code stands at each position: int64 of shape (*qparam_shape, 65536), in the codes' order.
 
-    With weights (int64, not negative) a value counts as many times as the weight of its observation says.
+    With weights (float64, not negative) a value counts as much as the weight of its observation says, in float64.
     """
     shape_Q = x_NQG.shape[1:-1]
     rounded = x_NQG.to(torch.bfloat16)
@@ -33,19 +33,20 @@ def count_codes(x_NQG: Tensor, weight_NQ: Tensor | None = None) -> Tensor:
     if num_positions > 1:
         offsets = torch.arange(num_positions, device=codes.device, dtype=torch.int32) * NUM_CODES
         codes = codes + offsets.reshape(*shape_Q, 1)
-    weights = None if weight_NQ is None else weight_NQ.double().unsqueeze(-1).expand(x_NQG.shape).flatten()
-    counts = torch.bincount(codes.flatten(), weights, minlength=num_positions * NUM_CODES).long()
+    weights = None if weight_NQ is None else weight_NQ.unsqueeze(-1).expand(x_NQG.shape).flatten()
+    counts = torch.bincount(codes.flatten(), weights, minlength=num_positions * NUM_CODES)
     return counts.reshape(*shape_Q, NUM_CODES)[..., _codes_in_order(codes.device)]
 
 
 def evening_weights(x_NQG: Tensor) -> Tensor:
-    """Whole weights in inverse proportion to the strength (root mean square) of each observation, int64 [N, *Q].
+    """Weights in inverse proportion to the strength (root mean square) of each observation, float64 [N, *Q].
 
-    Whole, so that weighted counts add up exactly in any order. A strength of 1 weighs 2 ** 15; below 2 ** -15 and above
-    2 ** 15 all weigh the same.
+    They have 12 significant bits, so float64 adds them up exactly, in any order, unless strengths differ by more than
+    2 ** 20 among a million observations. Observations of zeros weigh 1.
     """
-    strength_NQ = torch.linalg.vector_norm(x_NQG, dim=-1, dtype=torch.float32).div_(x_NQG.shape[-1] ** 0.5)
-    weight_NQ: Tensor = (2.0**15 / strength_NQ.double()).clamp_(1, 2.0**30).round_().long()
+    strength_NQ = torch.linalg.vector_norm(x_NQG.double(), dim=-1).div_(x_NQG.shape[-1] ** 0.5)
+    mantissa_NQ, exponent_NQ = torch.frexp(torch.where(strength_NQ > 0, strength_NQ, 1.0).reciprocal())
+    weight_NQ: Tensor = torch.ldexp((mantissa_NQ * 4096).round_(), exponent_NQ - 12)
     return weight_NQ
 
 

@@ -20,7 +20,7 @@ from scalewright.numerics.measure import abs_power_, is_quick_norm
 
 # K candidates, J of them in a batch; P positions and E elements in one block; M pairs of a position and a candidate.
 
-_WORTH_A_CURVE = 1e-2  # bounds that are wider leave too many candidates in the race
+_WORTH_A_CURVE = 2e-2  # bounds that are wider leave too many candidates in the race
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,28 @@ class Judge:
     grid: Grid
     norm: float
 
-    def judge(self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None = None) -> Judged:
-        """Measure some scales, exactly or within bounds, whichever is the shorter way to the best."""
-        curves = self._curves_for(positions, scale_JP, zero_point_JP)
+    def judge(
+        self,
+        positions: Positions,
+        scale_JP: Tensor,
+        zero_point_JP: Tensor | None = None,
+        *,
+        outside: float | None = None,
+    ) -> Judged:
+        """Measure some scales, exactly or within bounds, whichever is the shorter way to the best.
+
+        Bounds depend on how far values lie outside the ranges, and so on which positions are worked on together.
+        `best` does not, for it goes back to the values; who compares bounds himself gives the largest distance that
+        there may be, in steps, as `outside`.
+        """
+        curves = self._curves_for(positions, scale_JP, zero_point_JP, outside)
         sums_JP = self._sums(positions, scale_JP, zero_point_JP, curves)
         power_JP = self._power_of_scales(scale_JP)
         if curves is None:
             error_JP = sums_JP * power_JP
             return Judged(scale_JP, zero_point_JP, error_JP, error_JP)
-        block = positions.whole()
-        weight_P = block.x_PE.shape[1] if block.weights_PE is None else block.sum(block.weights_PE)
-        tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], device=sums_JP.device)
-        slack_JP = tolerance_J1 * (curves[0].floor * weight_P)
+        tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], dtype=torch.float32, device=sums_JP.device)
+        slack_JP = tolerance_J1 * (curves[0].floor * positions.total_weight())
         least_JP, most_JP = (sums_JP - slack_JP) / (1 + tolerance_J1), (sums_JP + slack_JP) / (1 - tolerance_J1)
         return Judged(scale_JP, zero_point_JP, least_JP * power_JP, most_JP * power_JP)
 
@@ -95,10 +105,10 @@ class Judge:
         if len(k_M) == 0:
             return best_P
         error_KP = torch.full_like(judged.least_KP, inf, dtype=torch.float64)
-        block = positions.whole()
-        for some_k, some_p in zip(*(torch.split(each, len(block.x_PE)) for each in (k_M, p_M)), strict=True):
+        for some_k, some_p in zip(*(torch.split(each, len(best_P)) for each in (k_M, p_M)), strict=True):
             points = None if judged.zero_point_KP is None else judged.zero_point_KP[some_k, some_p]
-            error_KP[some_k, some_p] = self._errors(block.at(some_p), judged.scale_KP[some_k, some_p], points)
+            error = self.errors(positions.at(some_p), judged.scale_KP[some_k, some_p], points)
+            error_KP[some_k, some_p] = error.double()
         return torch.where(contends_KP.any(dim=0), _first_least(error_KP), best_P)
 
     def errors(self, positions: Positions, scale_P: Tensor, zero_point_P: Tensor | None = None) -> Tensor:
@@ -142,18 +152,17 @@ class Judge:
         assert sums_2JP is not None
         return sums_2JP[0], sums_2JP[1]
 
-    def clipped(self, positions: Positions, scale_P: Tensor) -> Tensor | None:
-        """What values outside the range of symmetric scales lose at least, float64 [P]; None if that takes too long.
+    def clipped(self, positions: Positions, scale_P: Tensor, *, thorough: bool) -> Tensor:
+        """What values outside the range of symmetric scales lose at least, [P]; no smaller scale can lose less.
 
-        No smaller scale can lose less.
+        All of them if `thorough`, else only the largest of each position (which must not have weights), at no cost.
         """
         high_P, low_P = scale_P * self.grid.high, scale_P * self.grid.low
-        if not positions.is_weighted:
+        if not thorough:
+            assert not positions.is_weighted
             largest_P = torch.maximum(positions.hi_P - high_P, low_P - positions.lo_P).clamp_(min=0)
-            return largest_P.double().pow_(self.norm)
-        if not is_quick_norm(self.norm):
-            return None
-        total_P = torch.zeros(len(scale_P), dtype=torch.float64, device=scale_P.device)
+            return abs_power_(largest_P.double(), self.norm)
+        total_P = torch.zeros_like(scale_P, dtype=torch.float64)
         for block in positions:
             outside, inside, _ = block.scratch
             torch.minimum(block.x_PE, high_P.unsqueeze(1), out=inside)
@@ -161,9 +170,6 @@ class Judge:
             torch.sub(block.x_PE, inside, out=outside)
             total_P += self._summed(block, outside, inside, None)
         return total_P
-
-    def _errors(self, block: Block, scale_P: Tensor, zero_point_P: Tensor | None) -> Tensor:
-        return self._sum_of(block, scale_P, zero_point_P, None).double() * self._power_of_scales(scale_P)
 
     def _sums(
         self,
@@ -212,22 +218,24 @@ class Judge:
     @staticmethod
     def _sum_of_squares(block: Block, values_PE: Tensor, out_P: Tensor | None = None) -> Tensor:
         """The weighted sum of squares; overwrites the values."""
-        if block.weights_PE is None and values_PE.shape[1] == block.segment:
-            norm_P: Tensor = torch.linalg.vector_norm(values_PE, dim=1, out=out_P)  # one pass, not two
-            return norm_P.mul_(norm_P)
-        values_PE.mul_(values_PE)
-        if block.weights_PE is not None:
-            values_PE.mul_(block.weights_PE)
-        return block.sum(values_PE, out_P)
+        if block.weights_PE is None:
+            return block.sum_of_squares(values_PE, out_P)
+        return block.sum(values_PE.mul_(values_PE).mul_(block.weights_PE), out_P)
 
     def _power_of_scales(self, scale: Tensor) -> Tensor:
-        # Only positions that are too small for the format have large scales in their units; fp32 is too short for them.
-        is_ordinary = float(scale.max()) < 1e4
-        return abs_power_(scale.clone() if is_ordinary else scale.double(), self.norm)
+        # Only positions that are too small for the format, and lose everything, have scales so large in their units.
+        return abs_power_(scale.clamp(max=1e37 ** (1 / max(self.norm, 1.0))), self.norm)
 
-    def _curves_for(self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None) -> list[Curve] | None:
+    def _curves_for(
+        self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None, outside: float | None
+    ) -> list[Curve] | None:
         """A curve for each scale that covers what its range leaves out; None where the power itself is better."""
-        if is_quick_norm(self.norm) or not positions.is_whole:
+        if is_quick_norm(self.norm):
+            return None
+        if outside is not None:
+            curve = self._curve_for(outside)
+            return None if curve is None else [curve] * len(scale_JP)
+        if not positions.is_whole:
             return None
         inverse_JP = scale_JP.reciprocal()
         above_JP, below_JP = positions.hi_P * inverse_JP, positions.lo_P * inverse_JP
@@ -235,15 +243,21 @@ class Judge:
             above_JP, below_JP = above_JP + zero_point_JP, below_JP + zero_point_JP
         outside_J = torch.maximum(above_JP.amax(dim=1) - self.grid.high, self.grid.low - below_JP.amin(dim=1))
         curves = []
-        for outside in outside_J.tolist():
-            largest = self.grid.widest_gap / 2
-            while largest < outside * (1 + 1e-6):
-                largest *= 1.25
-            curve = power_curve(self.norm, largest=largest, typical=self.grid.smallest / 2)
-            if curve.tolerance > _WORTH_A_CURVE:
+        for each in outside_J.tolist():
+            curve = self._curve_for(each)
+            if curve is None:
                 return None
             curves.append(curve)
         return curves
+
+    def _curve_for(self, outside: float) -> Curve | None:
+        largest = self.grid.widest_gap / 2
+        if outside > 64 * self.grid.widest_gap:
+            return None
+        while largest < outside * (1 + 1e-6):
+            largest *= 1.25
+        curve = power_curve(self.norm, largest=largest, typical=self.grid.smallest / 2)
+        return curve if curve.tolerance < _WORTH_A_CURVE else None
 
 
 def _first_least(error_KP: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def abs_power_(d: Tensor, norm: float, *, scratch: Tensor | None = None) -> Tens
         squares = torch.mul(d, d, out=torch.empty_like(d) if scratch is None else scratch)
         return d.abs_().mul_(squares)
     d.mul_(d)
-    return d.mul_(d) if norm == 4 else d.log2_().mul_(norm / 2).exp2_()
+    # Not log2 and exp2: torch's exp2 gives other last bits at the end of a tensor than in its middle.
+    return d.mul_(d) if norm == 4 else d.log_().mul_(norm / 2).exp_()
 
 
 def summed_error(

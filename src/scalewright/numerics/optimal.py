@@ -16,6 +16,7 @@ The result is a range, so that compressed-tensors computes the chosen scale from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -48,6 +49,7 @@ _LARGEST_OF_FEW = {2: 1.3, 3: 1.3, 4: 1.3, 5: 1.2, 6: 1.12, 7: 1.08, 8: 1.06}
 _FEW = 64
 _LARGEST_AFFINE = {**_LARGEST_OF_FEW, **dict.fromkeys(range(3, 7), 1.1)}
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
+_SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
 _SCORED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32
 _CODES_BELOW, _CODES_BELOW_WEIGHTED = 3, 8  # tried at once; more only where they can be better
 
@@ -84,6 +86,8 @@ def optimal_range(
     negative scales, too, where the format is a symmetric integer.
     """
     search = _Search(args, grid_of(args), norm, candidates, refits, global_scale, dtype)
+    if weights_NQG is not None and weights_NQG.numel() == 1:
+        weights_NQG = None
     signed = signed and args.symmetric and search.grid.mantissa_bits is None
 
     def best_of_share(x_NQG: Tensor, lo_Q: Tensor, hi_Q: Tensor, weights_NQG: Tensor | None) -> list[_Found]:
@@ -95,8 +99,13 @@ def optimal_range(
     points = [each.point_P for each in found if each.point_P is not None]
     point_Q = torch.cat(points).reshape(lo_Q.shape) if points else None
     best_lo_Q, best_hi_Q = range_for(scale_Q.abs(), point_Q, args, global_scale=global_scale)
-    is_zero_Q = (lo_Q >= 0) & (hi_Q <= 0)  # has no range, and what is stored for it is not ours to say
-    return OptimalRange(best_lo_Q.masked_fill_(is_zero_Q, 0), best_hi_Q.masked_fill_(is_zero_Q, 0), scale_Q.sign())
+    # Min-max's own range is given back as it came: computed from its scale it may be off by the last bit. Nor can the
+    # range of a scale be given that lies beyond fp32.
+    own_scale_Q, own_point_Q = candidate_qparams(lo_Q, hi_Q, args, global_scale=global_scale, dtype=dtype)
+    is_own_Q = (scale_Q == own_scale_Q) | (torch.maximum(-best_lo_Q, best_hi_Q) >= torch.finfo(torch.float32).max)
+    if point_Q is not None and own_point_Q is not None:
+        is_own_Q &= (point_Q == own_point_Q) | (scale_Q != own_scale_Q)
+    return OptimalRange(torch.where(is_own_Q, lo_Q, best_lo_Q), torch.where(is_own_Q, hi_Q, best_hi_Q), scale_Q.sign())
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,12 @@ class _Search:
         below = _CODES_BELOW_WEIGHTED if positions.is_weighted else min(_CODES_BELOW, codes.above)
         offsets = [0, *range(codes.above, 0, -1), *range(-1, -below - 1, -1)]
         offset_J1 = torch.tensor(offsets, device=own_P.device).unsqueeze(1)
-        best_P, is_open_P = self._best_of_codes(positions, codes, own_P + offset_J1)
+        best_P, is_open_P = self._best_of_codes(positions, codes, own_P + offset_J1, thorough=positions.is_weighted)
+        odd_M = (own_P + codes.above < codes.halved_from - 1).nonzero()[:, 0]
+        if len(odd_M):
+            small_J1 = torch.arange(codes.first, codes.halved_from, device=own_P.device).unsqueeze(1)
+            tried_JM = torch.cat([best_P[odd_M].unsqueeze(0), small_J1.flip(0).expand(-1, len(odd_M))])
+            best_P[odd_M], is_open_P[odd_M] = self._best_of_codes(positions.at(odd_M), codes, tried_JM, thorough=True)
         lowest = below
         while bool(is_open_P.any()):
             # What is outside does not yet lose more than the best: smaller scales may be better still.
@@ -196,19 +210,19 @@ class _Search:
             lower_J1 = -torch.arange(lowest + 1, lowest + 1 + _CODES_BELOW_WEIGHTED, device=own_P.device).unsqueeze(1)
             lowest += _CODES_BELOW_WEIGHTED
             tried_JM = torch.cat([best_P[open_M].unsqueeze(0), own_P[open_M] + lower_J1])
-            best_P[open_M], is_open_M = self._best_of_codes(positions.at(open_M), codes, tried_JM)
+            best_P[open_M], is_open_M = self._best_of_codes(positions.at(open_M), codes, tried_JM, thorough=True)
             is_open_P = torch.zeros_like(is_open_P).index_put((open_M,), is_open_M)
         return best_P
 
-    def _best_of_codes(self, positions: Positions, codes: ScaleCodes, code_JP: Tensor) -> tuple[Tensor, Tensor]:
+    def _best_of_codes(
+        self, positions: Positions, codes: ScaleCodes, code_JP: Tensor, *, thorough: bool
+    ) -> tuple[Tensor, Tensor]:
         """The best of some codes, the last of which are the least, and whether a lesser one may be better still."""
         code_JP = code_JP.clamp(codes.first, len(codes.numbers) - 1)
         numbers_JP = codes.numbers.to(code_JP.device)[code_JP]
         judged = self.judge.judge(positions, effective_scale(numbers_JP, self.global_scale) / positions.unit_P)
         best_P = code_JP.gather(0, self.judge.best(positions, judged).unsqueeze(0))[0]
-        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1])
-        if clipped_P is None:
-            return best_P, torch.zeros_like(best_P, dtype=torch.bool)
+        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1], thorough=thorough)
         return best_P, (clipped_P <= judged.most_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
 
     # ---- scales that may be anything -----------------------------------------------------------------------------
@@ -235,8 +249,9 @@ class _Rung:
 class _Ladder:
     """Scales by their rung: 0 is min-max's, rungs above are smaller. Everything is in units of each position.
 
-    For integers the inverse of the scale grows by the same amount from rung to rung, for floats the scale shrinks by
-    the same factor. Rungs need not be whole numbers.
+    `raw_P` is the scale that the others are counted from: min-max's, or that of the elements which have a weight. For
+    integers the inverse of the scale grows by the same amount from rung to rung, for floats the scale shrinks by the
+    same factor. Rungs need not be whole numbers.
     """
 
     search: _Search
@@ -247,21 +262,27 @@ class _Ladder:
     raw_P: Tensor
     minmax_P: Tensor
     point_P: Tensor | None
+    minmax_point_P: Tensor | None
 
     @classmethod
     def of(cls, search: _Search, positions: Positions) -> _Ladder:
-        grid, args = search.grid, search.args
-        scale_P, point_P = search.minmax(positions)
-        if args.symmetric:
-            raw_P = torch.maximum(-positions.lo_P, positions.hi_P).clamp(min=0) / ((grid.high - grid.low) / 2)
+        grid = search.grid
+        scale_P, minmax_point_P = search.minmax(positions)
+        lo_P, hi_P = _loud_range(positions) if positions.is_weighted else (positions.lo_P, positions.hi_P)
+        lo_P, hi_P = lo_P.clamp(max=0), hi_P.clamp(min=0)
+        point_P = minmax_point_P
+        if search.args.symmetric:
+            raw_P = torch.maximum(-lo_P, hi_P) / ((grid.high - grid.low) / 2)
         else:
-            raw_P = (positions.hi_P.clamp(min=0) - positions.lo_P.clamp(max=0)) / (grid.high - grid.low)
+            raw_P = (hi_P - lo_P) / (grid.high - grid.low)
         raw_P = torch.where(raw_P > 0, raw_P, 1.0)  # nothing but zeros: any scale will do
+        if point_P is not None and positions.is_weighted:
+            point_P = (grid.low - lo_P / raw_P).round_().clamp_(grid.low, grid.high)
         candidates = round(search.candidates * (_MORE_IF_ROUGH if _is_rough(positions) else 1))
         num_zoom = 4 if candidates >= 8 else 2 if candidates >= 4 else 0
         rungs, step = search.rungs(positions, max(2, candidates - num_zoom))
         minmax_P = effective_scale(scale_P, search.global_scale) / positions.unit_P
-        return cls(search, positions, rungs, step, num_zoom, raw_P, minmax_P, point_P)
+        return cls(search, positions, rungs, step, num_zoom, raw_P, minmax_P, point_P, minmax_point_P)
 
     # ---- by score: A * A / B of the codes at each rung -------------------------------------------------------------
 
@@ -285,7 +306,7 @@ class _Ladder:
         products_JP, squares_JP = self.search.judge.scores(self.positions, scale_JP, point_JP)
         best = _best_score(rung_JP, point_JP, products_JP, squares_JP)
         j = self.rungs.index(0)
-        return best, _Rung(rung_JP[j], self.point_P, best.value_P, products_JP[j], squares_JP[j])
+        return best, _Rung(rung_JP[j], self.minmax_point_P, best.value_P, products_JP[j], squares_JP[j])
 
     def _scored(self, rung_JP: Tensor, point_JP: Tensor | None, best: _Rung) -> _Rung:
         """The best of some rungs and the best so far."""
@@ -313,12 +334,14 @@ class _Ladder:
         """Judge each rung by its own error."""
         judge = self.search.judge
         rung_JP, point_JP = self._every_rung()
-        tried = [judge.judge(self.positions, self._stored_at(rung_JP), point_JP)]
+        # Weights leave no bound on how far outside values may lie.
+        outside = math.inf if self.positions.is_weighted else self._outside
+        tried = [judge.judge(self.positions, self._stored_at(rung_JP), point_JP, outside=outside)]
         best = _least_error(rung_JP, tried[0])
 
         def try_more(rung_JP: Tensor, point_JP: Tensor | None) -> None:
             nonlocal best
-            tried.append(judge.judge(self.positions, self._stored_at(rung_JP), point_JP))
+            tried.append(judge.judge(self.positions, self._stored_at(rung_JP), point_JP, outside=outside))
             best = _better(best, _least_error(rung_JP, tried[-1]))
 
         for more in self._under_other_points(best):
@@ -342,7 +365,9 @@ class _Ladder:
     def _every_rung(self) -> tuple[Tensor, Tensor | None]:
         rung_J1 = torch.tensor(list(self.rungs), dtype=torch.float32, device=self.raw_P.device).unsqueeze(1)
         rung_JP = rung_J1.expand(-1, len(self.raw_P))
-        return rung_JP, None if self.point_P is None else self.point_P.expand_as(rung_JP)
+        if self.point_P is None or self.minmax_point_P is None:
+            return rung_JP, None
+        return rung_JP, torch.where(rung_JP == 0, self.minmax_point_P, self.point_P)
 
     def _around(self, best: _Rung, width: float, count: int) -> tuple[Tensor, Tensor | None]:
         """Rungs on both sides of the best, less than `width` away."""
@@ -365,12 +390,23 @@ class _Ladder:
             rung_JP = torch.stack([best.rung_P - 1, best.rung_P, best.rung_P + 1])
             yield rung_JP, point_P.expand_as(rung_JP)
 
+    @property
+    def _outside(self) -> float:
+        """How many steps values may lie outside the range of the smallest scale that is ever tried."""
+        grid, last = self.search.grid, self.rungs.stop + 1
+        if grid.mantissa_bits is not None:
+            return (grid.high - grid.low) / 2 * (math.pow(2, last * self.step) - 1)
+        reach = (grid.high - grid.low) * (1 + last * self.step)
+        if self.point_P is not None:
+            return reach - (grid.high - grid.low) + 3  # zero points are tried that are 3 away
+        return reach / 2 - min(grid.high, -grid.low)
+
     def _scale_at(self, rung_JP: Tensor) -> Tensor:
         if self.search.grid.mantissa_bits is None:
             # Rungs below 0 have larger scales, down to half of the inverse.
             scale_JP = self.raw_P / (1 + rung_JP * self.step).clamp_(min=0.5)
         else:
-            scale_JP = self.raw_P * torch.exp2(-rung_JP * self.step)
+            scale_JP = self.raw_P * torch.exp(rung_JP * (-self.step * math.log(2)))
         return torch.where(rung_JP == 0, self.minmax_P, scale_JP)
 
     def _stored_at(self, rung_JP: Tensor) -> Tensor:
@@ -378,11 +414,20 @@ class _Ladder:
 
     def _stored(self, scale: Tensor) -> Tensor:
         """A scale in units as it will be stored."""
-        if self.search.dtype == torch.float32:
-            return scale
         unit_P, search = self.positions.unit_P, self.search
         stored = round_scale(search.in_store(scale * unit_P), search.dtype)
         return effective_scale(stored, search.global_scale) / unit_P
+
+
+def _loud_range(positions: Positions) -> tuple[Tensor, Tensor]:
+    """The range of the elements that are not silent, and 0."""
+    lo_P, hi_P = torch.zeros_like(positions.lo_P), torch.zeros_like(positions.hi_P)
+    least_P1 = (positions.total_weight() / positions.num_elements * _SILENT).unsqueeze(1)
+    for block in positions:
+        assert block.weights_PE is not None
+        loud_PE = torch.where(block.weights_PE > least_P1, block.x_PE, 0.0)
+        lo_P, hi_P = torch.minimum(lo_P, loud_PE.amin(dim=1)), torch.maximum(hi_P, loud_PE.amax(dim=1))
+    return lo_P, hi_P
 
 
 def _is_rough(positions: Positions) -> bool:

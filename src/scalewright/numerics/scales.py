@@ -41,20 +41,23 @@ class ScaleCodes:
     """Scales that are numbers of a short format: `numbers` by their code, ascending, those from `first` on positive.
 
     No scale that is more than `above` codes larger than min-max's is best: half of it, which the format has too, gives
-    every number that is needed.
+    every number that is needed. It has not the half of every code below `halved_from`.
     """
 
     numbers: Tensor
     first: int
     above: int
+    halved_from: int = 0
 
     def code_of(self, scale: Tensor) -> Tensor:
         """The code of each scale, all of which the format has."""
         return torch.searchsorted(self.numbers.to(scale.device), scale)
 
 
-E4M3_SCALES = ScaleCodes(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7)
-E8M0_SCALES = ScaleCodes(torch.ldexp(torch.ones(255), torch.arange(-127, 128)), first=0, above=1)
+E4M3_SCALES = ScaleCodes(
+    torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7, halved_from=16
+)
+E8M0_SCALES = ScaleCodes(torch.ldexp(torch.ones(255, dtype=torch.float32), torch.arange(-127, 128)), first=0, above=1)
 
 
 def stored_dtype(observed: torch.dtype, args: QuantizationArgs) -> torch.dtype:

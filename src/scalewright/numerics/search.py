@@ -18,6 +18,7 @@ from torch import Tensor
 from scalewright.numerics.blocks import BLOCK_ELEMENTS, Positions, positions_of
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.judge import Judge, Judged
+from scalewright.numerics.measure import is_quick_norm
 from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effective_scale
 from scalewright.numerics.threads import in_row_shares
 
@@ -106,7 +107,8 @@ class _Search:
             batch = self.judge.judge(positions, *self._stored(positions, *factors_J2.T.unsqueeze(-1)))
             judged = batch if judged is None else Judged.joined([judged, batch])
             num_judged = len(judged.scale_KP)
-            if 0 < self.patience < num_judged < len(self.candidates_K2) and self.args.symmetric:
+            may_stop = self.args.symmetric and (is_quick_norm(self.judge.norm) or not positions.is_weighted)
+            if may_stop and 0 < self.patience < num_judged < len(self.candidates_K2):
                 tried_P = torch.where(self._is_settled(positions, judged), tried_P.clamp(max=num_judged), tried_P)
                 if bool((tried_P <= num_judged).all()):
                     break
@@ -115,9 +117,7 @@ class _Search:
 
     def _is_settled(self, positions: Positions, judged: Judged) -> Tensor:
         """Where no later candidate can be better, and the last `patience` were not."""
-        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1])
-        if clipped_P is None:
-            return torch.zeros_like(positions.unit_P, dtype=torch.bool)
+        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1], thorough=positions.is_weighted)
         last = len(judged.scale_KP) - self.patience
         before_P, after_P = judged.most_KP[:last].amin(dim=0), judged.most_KP[last:].amin(dim=0)
         return (clipped_P > before_P) & (after_P >= before_P)

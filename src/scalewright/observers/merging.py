@@ -121,17 +121,19 @@ class _Slot:
     rule: Rule
     shape: tuple[int, ...] | None = None  # None: no rank has it
     is_whole: bool = False  # an exact sum of integers
+    is_double: bool = False  # a sum that is kept in float64
     dtype: torch.dtype | None = None  # of the values that were observed
     merged: Tensor | None = None
 
     def header(self) -> list[int]:
-        """What the other ranks must know of it: is it there, is it whole-numbered, dtype seen, shape."""
+        """What the other ranks must know of it: is it there, its kind of numbers, dtype seen, shape."""
         value, seen = _statistic(self.observer, self.name), self.observer._observed_dtype
         dtype = 0 if seen is None else 1 + _DTYPES.index(seen if seen in _DTYPES else torch.float32)
         if value is None:
             return [0, 0, dtype, 0] + [0] * _MAX_DIMS
         padding = [0] * (_MAX_DIMS - value.ndim)
-        return [1, int(not value.is_floating_point()), dtype, value.ndim, *value.shape, *padding]
+        kind = 2 if value.dtype == torch.float64 else int(not value.is_floating_point())
+        return [1, kind, dtype, value.ndim, *value.shape, *padding]
 
     def agree(self, header_RH: Tensor) -> None:
         """Settle shape and kind from all ranks' headers, or raise MergeError on all of them."""
@@ -147,7 +149,8 @@ class _Slot:
                 f"{shapes}. Observe the same tensor on each."
             )
         self.shape = shapes[0]
-        self.is_whole = self.rule == "sum" and bool(there[:, 1].all())
+        self.is_whole = self.rule == "sum" and bool((there[:, 1] == 1).all())
+        self.is_double = self.rule == "sum" and bool((there[:, 1] == 2).all())
 
     def bucket(self) -> str:
         """Which of the collectives carries it."""
@@ -178,7 +181,7 @@ class _Slot:
         assert self.shape is not None
         if self.rule == "mean":
             reduced = reduced[:-1] / reduced[-1]
-        reduced = reduced.clone() if self.is_whole else reduced.float()
+        reduced = reduced.clone() if self.is_whole or self.is_double else reduced.float()
         before = _statistic(self.observer, self.name)
         self.merged = reduced.reshape(self.shape).to("cpu" if before is None else before.device)
 

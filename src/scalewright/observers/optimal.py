@@ -62,7 +62,11 @@ class OptimalObserver(Memoryless, ImportanceObserver):
 
     @override
     def importance_for(self, observed: Tensor) -> Tensor | None:
-        return super().importance_for(observed) if self.importance == "auto" else None
+        weights = super().importance_for(observed) if self.importance == "auto" else None
+        importance = self.channel_importance
+        if weights is None or importance is None or bool((importance != importance[0]).any()):
+            return weights
+        return torch.ones([1] * observed.ndim, device=observed.device)  # equal importance is none, but for the norm
 
     @override
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
@@ -76,7 +80,7 @@ class OptimalObserver(Memoryless, ImportanceObserver):
             weights_NQG=weights,
             global_scale=global_scale,
             dtype=stored_dtype(observed.dtype, self.args),
-            signed=self.signed and self.base_name == "weight",
+            signed=self.signed and self.base_name == "weight" and global_scale is None,
         )
         self.scale_sign = found.sign_Q if bool((found.sign_Q < 0).any()) else None
         return found.lo_Q, found.hi_Q
