@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -36,7 +35,6 @@ from scalewright.numerics.scales import (
     round_scale,
     scale_codes_of,
 )
-from scalewright.numerics.threads import in_row_shares
 
 # N observations, Q qparam positions, G elements that share one scale; P positions of one block, J scales at a time.
 
@@ -89,12 +87,8 @@ def optimal_range(
     if weights_NQG is not None and weights_NQG.numel() == 1:
         weights_NQG = None
     signed = signed and args.symmetric and search.grid.mantissa_bits is None
-
-    def best_of_share(x_NQG: Tensor, lo_Q: Tensor, hi_Q: Tensor, weights_NQG: Tensor | None) -> list[_Found]:
-        cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
-        return [search.better_sign(each) if signed else search.best_of(each) for each in cut]
-
-    found = list(chain.from_iterable(in_row_shares(best_of_share, x_NQG, lo_Q, hi_Q, weights_NQG)))
+    cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
+    found = [search.better_sign(each) if signed else search.best_of(each) for each in cut]
     scale_Q = torch.cat([each.scale_P for each in found]).reshape(lo_Q.shape)
     points = [each.point_P for each in found if each.point_P is not None]
     point_Q = torch.cat(points).reshape(lo_Q.shape) if points else None

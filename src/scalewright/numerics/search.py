@@ -9,7 +9,6 @@ tensor or with the number of candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -20,7 +19,6 @@ from scalewright.numerics.grids import grid_of
 from scalewright.numerics.judge import Judge, Judged
 from scalewright.numerics.measure import is_quick_norm
 from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effective_scale
-from scalewright.numerics.threads import in_row_shares
 
 # N observations, Q qparam positions, G elements that share one scale, K candidates (J in a batch); P positions.
 
@@ -72,14 +70,8 @@ def search_range(
     `patience`, candidates must shrink from the second on.
     """
     search = _Search(Judge(grid_of(args), norm), args, candidates_K2.to(x_NQG.device), global_scale, dtype, patience)
-
-    def best_of_share(
-        x_NQG: Tensor, lo_Q: Tensor, hi_Q: Tensor, weights_NQG: Tensor | None
-    ) -> list[tuple[Tensor, Tensor]]:
-        cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
-        return [search.best_of(positions) for positions in cut]
-
-    found = chain.from_iterable(in_row_shares(best_of_share, x_NQG, lo_Q, hi_Q, weights_NQG))
+    cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
+    found = [search.best_of(positions) for positions in cut]
     best_Q, num_tried_Q = (torch.cat(column).reshape(lo_Q.shape) for column in zip(*found, strict=True))
     factors_Q2 = search.candidates_K2[best_Q]
     lo_Q, hi_Q = _times(lo_Q, factors_Q2[..., 0]), _times(hi_Q, factors_Q2[..., 1])
