@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEER ?= .venv-peer
 
-.PHONY: setup test demo lint types docs-tables clean
+.PHONY: setup test demo lint types docs-tables bench clean
 
 setup: $(VENV)/.installed
 
@@ -30,5 +31,15 @@ demo: setup
 docs-tables: setup
 	$(BIN)/python tools/write_docs_tables.py
 
+# Parts of it: `make bench BENCH_ARGS="--only optimal --quick"`.
+bench: setup $(PEER)/.installed
+	$(BIN)/python -m bench.run --peer $(PEER)/bin/python $(BENCH_ARGS)
+
+$(PEER)/.installed: constraints.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) llmcompressor==0.14.0.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .mypy_cache .pytest_cache .ruff_cache .hypothesis

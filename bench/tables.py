@@ -1,0 +1,249 @@
+"""Turns `bench/results/*.json` into the tables of `docs/benchmarks.md`: `python -m bench.tables`.
+
+It computes ratios and words, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
+TOPICS = ("search", "minmax", "growth")
+LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions")
+MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
+
+Row = Mapping[str, Any]
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What a row is about: a newer row with the same key takes its place."""
+    return tuple(row.get(label) for label in LABELS)
+
+
+def read_results(topic: str) -> dict[str, Any]:
+    """A result file; one without rows where nothing was measured yet."""
+    path = RESULTS / f"{topic}.json"
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {"machine": None, "rows": [], **results}
+
+
+def write_results(topic: str, machine: Row, rows: Iterable[Row]) -> None:
+    """Write a result file, with figures cut to what can be meant."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": machine, "rows": [_rounded(row) for row in rows]}, indent=1)
+    (RESULTS / f"{topic}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _rounded(each) for key, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Mapping[str, Row]) -> str:
+    """All tables, from the results of each topic."""
+    search, minmax, growth = (results[topic]["rows"] for topic in TOPICS)
+    machines = [results[topic]["machine"] for topic in TOPICS if results[topic]["rows"]]
+    rows = [*search, *minmax, *growth]
+    parts = [
+        _measured_on(machines[0], rows) if machines else "Nothing was measured yet.",
+        *([] if all(each == machines[0] for each in machines) else ["**The topics come from different machines.**"]),
+        *(["`~` marks figures of a quick run: one turn each."] if any(row["quick"] for row in rows) else []),
+        *_problems(rows),
+        *("### At a glance", _glance_table(_sound(search))),
+        *("### Searches: seconds", _seconds_table(_sound(search))),
+        *("### Searches: what is lost, and memory", _error_table(_sound(search))),
+        *("### Min-max", _minmax_table(_sound(minmax))),
+        *("### How time grows", _growth_table(_sound(growth), _sound(search))),
+    ]
+    return "\n\n".join(parts)
+
+
+def _measured_on(machine: Row, rows: Sequence[Row]) -> str:
+    ours, peer = (
+        ", ".join(f"{name} {version}" for name, version in machine[side].items()) for side in ("ours", "peer")
+    )
+    days = sorted({row["date"] for row in rows})
+    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+    return (
+        f"Measured {when}: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Ours: {ours}. Peer: {peer}."
+    )
+
+
+def _problems(rows: Sequence[Row]) -> list[str]:
+    lines = sorted({f"- {row['problem']}" for row in rows if "problem" in row})
+    return ["**Not measured:**\n\n" + "\n".join(lines)] if lines else []
+
+
+def _sound(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "problem" not in row]
+
+
+def _glance_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for case in _in_order(row["case"] for row in rows):
+        same = [row for row in rows if row["case"] == case]
+        speeds = [[_speed(row, threads) for row in same] for threads in ("1", "2")]
+        errors = [row["ours"]["error"] / row["peer"]["error"] for row in same]
+        cells = [case, f"`{same[0]['peer']['observer']}`", *(_range(each, "x") for each in speeds), _range(errors)]
+        lines.append([*cells, str(len(same))])
+    head = ["ours", "peer's", "faster, 1 thread", "faster, 2 threads", "our error / peer's", "kinds of weights"]
+    return _table(head, lines)
+
+
+def _seconds_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in _by_case(rows):
+        cells = [_case(row), _weights(row)]
+        for threads in ("1", "2"):
+            seconds = (row[side]["seconds"][threads] for side in ("peer", "ours"))
+            cells += [*map(_seconds, seconds), f"**{_factor(_speed(row, threads))}x**"]
+        lines.append(cells)
+    head = ["ours", "weights", "peer, 1 thread", "ours", "faster", "peer, 2 threads", "ours", "faster"]
+    return _table(head, lines)
+
+
+def _error_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in _by_case(rows):
+        sides = [row["peer"], row["ours"]]
+        measure = f"Σ{'w·' if row['is_weighted'] else ''}\\|d\\|^{row['norm']:g}"
+        cells = [_case(row), _weights(row), measure]
+        cells += [f"{side['error'] / row['minmax_error']:.4f}" for side in sides]
+        cells += [f"**{row['ours']['error'] / row['peer']['error']:.4f}**"]
+        cells += ["" if side["above_optimum"] is None else f"{side['above_optimum']:+.2%}" for side in sides]
+        cells += ["" if side["extra_bytes"] is None else f"{side['extra_bytes'] / 2**20:.0f} MB" for side in sides]
+        lines.append(cells)
+    head = ["ours", "weights", "measure", "peer / min-max", "ours / min-max", "ours / peer"]
+    return _table([*head, "peer above optimum", "ours", "peer's memory", "ours"], lines)
+
+
+def _minmax_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        cells = [
+            f"`{row['observer']}`{'~' if row['quick'] else ''}",
+            row["strategy"],
+            f"{row['weights']} {row['dtype']}",
+        ]
+        for threads in ("1", "2"):
+            seconds = row["seconds"][threads]
+            cells += [_seconds(seconds["peer"]), _seconds(seconds["ours"])]
+            cells += [f"**{_factor(seconds['peer'] / seconds['ours'])}x**", f"{seconds['sum'] / seconds['ours']:.0%}"]
+        lines.append(cells)
+    head = ["observer", "scales", "weights", "peer, 1 thread", "ours", "faster", "of `torch.sum`"]
+    return _table([*head, "peer, 2 threads", "ours", "faster", "of `torch.sum`"], lines)
+
+
+def _growth_table(rows: Sequence[Row], search: Sequence[Row]) -> str:
+    sizes = sorted({row["millions"] for row in rows})
+    lines = []
+    for case in _in_order(row["case"] for row in rows):
+        nanoseconds = {
+            row["millions"]: row["seconds"] / row["millions"] / 2**20 * 1e9 for row in rows if row["case"] == case
+        }
+        mark = "~" if any(row["quick"] for row in rows if row["case"] == case) else ""
+        cells = [f"{case}{mark}", *(f"{nanoseconds[size]:.1f}" if size in nanoseconds else "" for size in sizes)]
+        cells += [f"{max(nanoseconds.values()) / min(nanoseconds.values()):.2f}"]
+        cells += [_duration(nanoseconds[max(nanoseconds)] * 1e-9 * MODEL_WEIGHTS)]
+        peers = [row for row in search if (row["case"], row["weights"], row["dtype"]) == (case, "Gaussian", "fp32")]
+        cells += [_duration(peers[0]["peer"]["seconds"]["1"] / 2**22 * MODEL_WEIGHTS) if peers else ""]
+        lines.append(cells)
+    head = ["ours", *(f"{size} M" for size in sizes), "most / least"]
+    return _table([*head, "8B model, ours", "8B model, peer"], lines)
+
+
+# ---- words -----------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        return "Not measured."
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---" for _ in head], *lines))
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _by_case(rows: Sequence[Row]) -> list[Row]:
+    cases = _in_order(row["case"] for row in rows)
+    return sorted(rows, key=lambda row: cases.index(row["case"]))
+
+
+def _case(row: Row) -> str:
+    return f"{row['case']}{'~' if row['quick'] else ''}"
+
+
+def _weights(row: Row) -> str:
+    return f"{row['weights']} {row['dtype']}"
+
+
+def _speed(row: Row, threads: str) -> float:
+    """How many times as fast as the peer."""
+    ratio: float = row["peer"]["seconds"][threads] / row["ours"]["seconds"][threads]
+    return ratio
+
+
+def _factor(value: float) -> str:
+    """Two digits at least, and none that mean nothing."""
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
+
+
+def _range(values: Sequence[float], unit: str = "") -> str:
+    ends = [_factor(each) if unit else f"{each:.3f}" for each in (min(values), max(values))]
+    return f"**{' to '.join(_in_order(ends))}{unit}**"
+
+
+def _seconds(value: float) -> str:
+    """Three significant digits, in seconds or milliseconds."""
+    value, unit = (value, "s") if value >= 1 else (value * 1e3, "ms")
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+# ---- the page --------------------------------------------------------------------------------------------------
+
+
+def generated_part(page: str) -> str:
+    """What stands between the markers of `page`."""
+    return page.split(BEGIN)[1].split(END, maxsplit=1)[0].strip()
+
+
+def main() -> int:
+    """Rewrite the generated part of the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        print(f"docs/{PAGE.name}: the markers {BEGIN} and {END} must stand in it once each.", file=sys.stderr)
+        return 2
+    generated = markdown({topic: read_results(topic) for topic in TOPICS})
+    before, after = page.split(BEGIN, maxsplit=1)[0], page.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}", encoding="utf-8")
+    print(f"docs/{PAGE.name}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
