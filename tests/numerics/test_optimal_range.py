@@ -39,14 +39,6 @@ E4M3_POSITIVE = [m * 2.0**-9 for m in range(1, 8)] + [
 FP4_POSITIVE = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-@pytest.fixture
-def num_threads():
-    """Sets the number of torch's threads, and puts it back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def bell_shaped(*shape: int, seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     return torch.randn(shape)
@@ -204,9 +196,9 @@ def least_of_all_codes(x, args, *, norm=2.0, weights=None, global_scale=None):
 def assert_as_good_as_brute_force(x, args, *, norm=2.0, weights=None, global_scale=None):
     options = {"norm": norm, "weights": weights, "global_scale": global_scale}
     found, least = least_error(x, args, **options), least_of_all_codes(x, args, **options)
-    # What fp32 leaves of an error that is nothing beside the values is no difference.
+    # fp32 knows x / scale, which is up to 6, to 4e-7 only: that much of the values' own size is no difference.
     total = (x.double().abs().pow(norm) * (1 if weights is None else weights)).sum(dim=(0, -1))
-    excess = found - least * (1 + 1e-5) - 1e-9 * total
+    excess = found - least * (1 + 1e-6) - 1e-9 * total
     assert (excess <= 0).all(), f"{float((found / least).max())} of the least error"
 
 

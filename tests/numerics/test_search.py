@@ -22,14 +22,6 @@ BATCH = 8  # candidates that are judged at a time
 FORMATS = {"int4": INT4, "int4 affine": INT4_AFFINE, "int8": INT8, "fp8": FP8, "nvfp4": NVFP4}
 
 
-@pytest.fixture
-def num_threads():
-    """Sets the number of torch's threads, and puts it back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     return torch.randn(shape) * torch.exp(torch.randn(shape))
