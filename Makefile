@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEER ?= .venv-peer
 
-.PHONY: setup test demo lint types docs-tables bench clean
+.PHONY: setup test explore demo lint types docs-tables bench clean
 
 setup: $(VENV)/.installed
 
@@ -17,6 +17,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# The property tests once more with new examples, ROUNDS times; `make test` takes the same ones each time.
+ROUNDS ?= 10
+explore: setup
+	for round in $$(seq $(ROUNDS)); do \
+	  HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q -n auto --dist loadfile -m hypothesis || exit 1; \
+	done
 
 lint: setup
 	$(BIN)/ruff format --check .

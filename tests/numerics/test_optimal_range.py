@@ -6,7 +6,7 @@ All errors are measured here, in float64, apart from the search: from the qparam
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scalewright.numerics.extremes import min_max
@@ -196,9 +196,11 @@ def least_of_all_codes(x, args, *, norm=2.0, weights=None, global_scale=None):
 def assert_as_good_as_brute_force(x, args, *, norm=2.0, weights=None, global_scale=None):
     options = {"norm": norm, "weights": weights, "global_scale": global_scale}
     found, least = least_error(x, args, **options), least_of_all_codes(x, args, **options)
-    # fp32 knows x / scale, which is up to 6, to 4e-7 only: that much of the values' own size is no difference.
+    # fp32 knows the stored scale, its inverse and x / scale to 6e-8 each, so a difference d is off by 1.8e-7 of x, and
+    # what two scales lose is compared with an error of 2 * norm * sum(w * |d| ** (norm - 1) * 1.8e-7 * |x|): Hoelder.
     total = (x.double().abs().pow(norm) * (1 if weights is None else weights)).sum(dim=(0, -1))
-    excess = found - least * (1 + 1e-6) - 1e-9 * total
+    blur = 2 * norm * 1.8e-7 * least ** (1 - 1 / norm) * total ** (1 / norm)
+    excess = found - least * (1 + 1e-6) - blur - 1e-12 * total
     assert (excess <= 0).all(), f"{float((found / least).max())} of the least error"
 
 
@@ -243,6 +245,7 @@ def test_nvfp4_loses_what_the_best_of_all_126_codes_loses(kind, seed, norm, part
 
 @settings(max_examples=40, deadline=None)
 @given(kind=kinds, seed=st.integers(0, 2**16), partner=st.sampled_from([1.0, 1.0, 1.7, 300.0, 0.3]))
+@example(kind="lonely", seed=861, partner=300.0)
 def test_weighted_nvfp4_loses_what_the_best_of_all_126_codes_loses(kind, seed, partner):
     x = drawn(kind, 16, seed)
     global_scale = global_scale_of(x.abs().max() * partner)
