@@ -15,6 +15,7 @@ from scalewright.numerics.search import search_range, shrink_candidates
 INT4 = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 INT4_AFFINE = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=16)
 INT8 = QuantizationArgs(num_bits=8, strategy="channel")
+INT5 = QuantizationArgs(num_bits=5)  # the fewest bits that are not charted
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
 EXPANDED = {"maxshrink": 1 - 0.8 / 1.8, "grid": 200, "expand": 1.8}
@@ -363,7 +364,7 @@ def test_patience_never_changes_the_answer(name, expand, patience):
 @pytest.mark.parametrize("patience", [1, 4, 9])
 def test_a_position_waits_as_many_candidates_as_it_has_patience(patience):
     candidates = shrink_candidates(maxshrink=0.9, grid=50)
-    found = run(heavy_tailed(1, 64, 2, 4), INT4, candidates=candidates, patience=patience)
+    found = run(heavy_tailed(1, 64, 2, 4), INT8, candidates=candidates, patience=patience)
     has_stopped = found.num_tried_Q < len(candidates)
     assert has_stopped.any()
     assert (found.num_tried_Q - 1 - found.best_Q >= patience)[has_stopped].all()
@@ -372,9 +373,10 @@ def test_a_position_waits_as_many_candidates_as_it_has_patience(patience):
 def test_patience_never_changes_a_weighted_answer():
     x, weights = heavy_tailed(1, 16, 2, 16), torch.rand(16) ** 8
     candidates = shrink_candidates(maxshrink=0.9, grid=50)
-    full = run(x, INT4, candidates=candidates, weights_NQG=weights)
-    hasty = run(x, INT4, candidates=candidates, weights_NQG=weights, patience=1)
-    torch.testing.assert_close(hasty.best_Q, full.best_Q)
+    for args in (INT4, INT8):
+        full = run(x, args, candidates=candidates, weights_NQG=weights)
+        hasty = run(x, args, candidates=candidates, weights_NQG=weights, patience=1)
+        torch.testing.assert_close(hasty.best_Q, full.best_Q)
 
 
 @pytest.mark.parametrize("patience", [1, 5, 8, 20])
@@ -393,9 +395,9 @@ def test_a_position_without_hope_does_not_stop_the_others():
     x = torch.zeros(1, 2, 1, 64)
     x[0, 0, 0, 0] = 1.0
     x[0, 1] = heavy_tailed(1, 64, seed=3).clamp(-4, 4)
-    candidates = shrink_candidates(maxshrink=0.5, grid=50)
-    hasty = run(x, INT4, candidates=candidates, patience=1)
-    full = run(x, INT4, candidates=candidates)
+    candidates = shrink_candidates(maxshrink=0.5, grid=200)
+    hasty = run(x, INT5, candidates=candidates, patience=1)
+    full = run(x, INT5, candidates=candidates)
     assert hasty.num_tried_Q[0, 0] < hasty.num_tried_Q[1, 0]
     torch.testing.assert_close(hasty.best_Q, full.best_Q)
 

@@ -74,7 +74,7 @@ def assert_same_qparams(one: Observer, other: Observer) -> None:
 
 def test_the_defaults_are_the_documented_ones():
     observer = make()
-    defaults = {"candidates": 10, "refits": 1, "norm": 2.4, "importance": "auto", "signed": False}
+    defaults = {"candidates": 32, "refits": 1, "norm": 2.4, "importance": "auto", "signed": False}
     assert {knob: getattr(observer, knob) for knob in defaults} == defaults
     assert [knob.name for knob in OptimalObserver.knobs] == list(defaults)
 

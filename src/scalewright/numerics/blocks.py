@@ -71,6 +71,7 @@ class Positions:
     hi_P: Tensor
     unit_P: Tensor
     group_size: int
+    segment: int
     num_elements: int
     is_weighted: bool
     is_whole: bool
@@ -127,6 +128,7 @@ def positions_of(
             hi[part],
             unit[part],
             x_NQG.shape[-1],
+            cut.segment,
             x_NQG.shape[0] * x_NQG.shape[-1],
             weights_NQG is not None,
             cut.is_whole,

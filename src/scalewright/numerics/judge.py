@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scalewright.numerics.blocks import Block, Positions
+from scalewright.numerics.charts import ErrorChart
 from scalewright.numerics.curves import Curve, power_curve
 from scalewright.numerics.grids import Grid
 from scalewright.numerics.measure import abs_power_, is_quick_norm
@@ -94,22 +95,38 @@ class Judge:
         least_JP, most_JP = (sums_JP - slack_JP) / (1 + tolerance_J1), (sums_JP + slack_JP) / (1 - tolerance_J1)
         return Judged(scale_JP, zero_point_JP, least_JP * power_JP, most_JP * power_JP)
 
+    def survey(self, positions: Positions, base_P: Tensor, chart: ErrorChart, scale_JP: Tensor) -> Judged:
+        """Measure scales that are in the ratios of a chart to `base_P`, within bounds, all at once."""
+        least_JP, most_JP = chart.bounds(positions, base_P, scale_JP)
+        power_P = self._power_of_scales(base_P)
+        return Judged(scale_JP, None, least_JP * power_P, most_JP * power_P)
+
     def best(self, positions: Positions, judged: Judged) -> Tensor:
         """The index of the candidate that loses least at each position; the first of equals."""
         if judged.is_exact:
             return _first_least(judged.least_KP)
-        best_P = _first_least(judged.most_KP)
+        first_P = _first_least(judged.most_KP)
         contends_KP = judged.least_KP <= judged.most_KP.amin(dim=0)
-        contends_KP &= contends_KP.sum(dim=0) > 1
-        k_M, p_M = contends_KP.nonzero(as_tuple=True)
-        if len(k_M) == 0:
-            return best_P
+        unsure_M = (contends_KP.sum(dim=0) > 1).nonzero()[:, 0]
+        if len(unsure_M) == 0:
+            return first_P
+        # The likely winner is measured first: few can beat it then.
         error_KP = torch.full_like(judged.least_KP, inf, dtype=torch.float64)
-        for some_k, some_p in zip(*(torch.split(each, len(best_P)) for each in (k_M, p_M)), strict=True):
+        self._measure(positions, judged, first_P[unsure_M], unsure_M, error_KP)
+        error_P = error_KP.amin(dim=0)
+        contends_KP &= (judged.least_KP <= error_P) & (error_P < inf) & (error_KP == inf)
+        k_M, p_M = contends_KP.nonzero(as_tuple=True)
+        self._measure(positions, judged, k_M, p_M, error_KP)
+        return torch.where(error_P < inf, _first_least(error_KP), first_P)
+
+    def _measure(self, positions: Positions, judged: Judged, k_M: Tensor, p_M: Tensor, out_KP: Tensor) -> None:
+        """Write what some candidates lose exactly."""
+        if len(k_M) == 0:
+            return
+        for some_k, some_p in zip(*(torch.split(each, len(positions.unit_P)) for each in (k_M, p_M)), strict=True):
             points = None if judged.zero_point_KP is None else judged.zero_point_KP[some_k, some_p]
             error = self.errors(positions.at(some_p), judged.scale_KP[some_k, some_p], points)
-            error_KP[some_k, some_p] = error.double()
-        return torch.where(contends_KP.any(dim=0), _first_least(error_KP), best_P)
+            out_KP[some_k, some_p] = error.double()
 
     def errors(self, positions: Positions, scale_P: Tensor, zero_point_P: Tensor | None = None) -> Tensor:
         """What the scales lose, exactly, float64 [P]."""

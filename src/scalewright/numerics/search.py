@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from scalewright.numerics.blocks import BLOCK_ELEMENTS, Positions, positions_of
+from scalewright.numerics.charts import error_chart
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.judge import Judge, Judged
 from scalewright.numerics.measure import is_quick_norm
@@ -23,6 +24,12 @@ from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effectiv
 # N observations, Q qparam positions, G elements that share one scale, K candidates (J in a batch); P positions.
 
 _BATCH = 8  # candidates that are judged at a time
+_CHARTED = 20  # candidates in one chart: a row should not be much longer than two lines of the cache
+_WORTH_A_CHART = 6
+_CHARTED_BITS = 4  # more steps would need more bins than fit into the cache
+_BINS = 8192
+_LEAST_RATIO = 0.02
+_WOBBLE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # what rounding does to a scale
 _CODE_RATIO = 1.06  # neighbouring candidates that are closer than this pass over no code of e4m3
 
 
@@ -93,6 +100,8 @@ class _Search:
         """Index of the best candidate and the number of candidates tried, at each of the positions."""
         if self._covers_all_codes:
             return self._best_code(positions)
+        if self._is_charted:
+            return self._best_charted(positions)
         judged: Judged | None = None
         tried_P = torch.full_like(positions.unit_P, len(self.candidates_K2), dtype=torch.int64)
         for factors_J2 in torch.split(self.candidates_K2, _BATCH):
@@ -122,6 +131,43 @@ class _Search:
             lo_JP, hi_JP, self.args, global_scale=self.global_scale, dtype=self.dtype
         )
         return effective_scale(scale_JP, self.global_scale) / positions.unit_P, zero_point_JP
+
+    # ---- all candidates at once -----------------------------------------------------------------------------------
+
+    @property
+    def _is_charted(self) -> bool:
+        """Whether the scales of candidates are in the same ratios to min-max's everywhere, and steps few."""
+        return (
+            self.args.symmetric
+            and self.args.scale_dtype is None
+            and self.global_scale is None
+            and self.judge.grid.mantissa_bits is None
+            and self.args.num_bits <= _CHARTED_BITS
+            and self.judge.norm >= 1
+            and self.dtype in _WOBBLE
+            and float(self.candidates_K2.min()) >= _LEAST_RATIO
+            and len(self.candidates_K2) >= _WORTH_A_CHART
+            and bool((self.candidates_K2[:, 0] == self.candidates_K2[:, 1]).all())
+        )
+
+    def _best_charted(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        grid = self.judge.grid
+        absmax_P = torch.maximum(-positions.lo_P, positions.hi_P)
+        base_P = torch.where(absmax_P > 0, absmax_P / ((grid.high - grid.low) / 2), 1.0)
+        surveyed = []
+        for factors_J2 in torch.split(self.candidates_K2, _CHARTED):
+            chart = error_chart(
+                grid,
+                self.judge.norm,
+                tuple(factors_J2[:, 0].tolist()),
+                wobble=_WOBBLE[self.dtype],
+                bins=_BINS,
+                device=str(base_P.device),
+            )
+            scale_JP, _ = self._stored(positions, *factors_J2.T.unsqueeze(-1))
+            surveyed.append(self.judge.survey(positions, base_P, chart, scale_JP))
+        best_P = self.judge.best(positions, Judged.joined(surveyed))
+        return best_P, torch.full_like(best_P, len(self.candidates_K2))
 
     # ---- many candidates, few scales -----------------------------------------------------------------------------
     #

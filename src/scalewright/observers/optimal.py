@@ -32,7 +32,7 @@ class OptimalObserver(Memoryless, ImportanceObserver):
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob(
             "candidates",
-            10,
+            32,
             "scales to try at each position, 1.6 times as many with importance, in groups of 64 and less and for "
             "floats (3.2 times for floats with importance); for NVFP4 and MXFP4, all that can be best are tried",
             low=2,
