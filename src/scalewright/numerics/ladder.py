@@ -32,6 +32,8 @@ _SMALLEST_WEIGHTED = {2: 0.25, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.82, 8: 0.
 _LARGEST_OF_FEW = {2: 1.3, 3: 1.3, 4: 1.3, 5: 1.2, 6: 1.12, 7: 1.08, 8: 1.06}
 _FEW = 64
 _LARGEST_AFFINE = {2: 1.3, **dict.fromkeys(range(3, 9), 1.1)}
+# With importance an outlier may be worth nothing: some more scales further down, to this share of the smallest.
+_FARTHEST, _NUM_FAR = 0.25, 12
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
 _FITTED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32
@@ -75,7 +77,7 @@ class Ladder:
     """A scale as it will be stored."""
     raw_P: Tensor
     point_P: Tensor | None
-    rungs: range
+    rungs: tuple[float, ...]
     step: float
 
     @classmethod
@@ -105,6 +107,7 @@ class Ladder:
             candidates = max(2, candidates // _FEWER_UNCHARTED)
         if is_rough:
             candidates = round(candidates * _MORE_IF_ROUGH)
+        far: list[float] = []
         if grid.mantissa_bits is None:
             largest = _LARGEST_AFFINE[bits]
             if point_P is None:
@@ -114,13 +117,16 @@ class Ladder:
             smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[bits]
             step = (1 / smallest - 1 / largest) / (candidates - 1)
             num_above = max(1, round((1 - 1 / largest) / step))
+            if positions.is_weighted:
+                lower = [smallest * _FARTHEST ** ((i + 1) / _NUM_FAR) for i in range(_NUM_FAR)]
+                far = [(1 / ratio - 1) / step for ratio in lower]
         else:
             # One octave of larger scales has all there is; but few numbers may gain by clipping.
             octaves_below = 0.5 if bits < 8 else 0.0
             step = (1 + octaves_below) / candidates
             num_above = candidates - 1 - round(candidates * octaves_below / (1 + octaves_below))
-        rungs = range(-num_above, candidates - num_above)
-        return cls(judge, bits, positions, minmax, stored, raw_P, point_P, rungs, step)
+        rungs = tuple(map(float, range(-num_above, candidates - num_above)))
+        return cls(judge, bits, positions, minmax, stored, raw_P, point_P, (*rungs, *far), step)
 
     def climb(self, refits: int) -> Found:
         """The best scale, as stored, refined so many times; never worse than min-max's."""
@@ -134,16 +140,17 @@ class Ladder:
     def _best_on_chart(self) -> tuple[Tensor, Tensor | None]:
         best: tuple[Tensor, ...] | None = None
         for rungs in (self.rungs[i : i + COLUMNS] for i in range(0, len(self.rungs), COLUMNS)):
+            rung_J = torch.tensor(rungs, dtype=torch.float32, device=self.raw_P.device)
             chart = plain_chart(
                 self.judge.grid,
                 self.judge.norm,
-                tuple(self._ratio(torch.tensor(rungs, dtype=torch.float64)).tolist()),
+                tuple(self._ratio(rung_J).tolist()),
                 affine=self.point_P is not None,
                 device=str(self.raw_P.device),
             )
             for point_P in (None,) if self.point_P is None else (self.point_P, *self._other_points(self.point_P)):
                 error_P, index_P = chart.least(self.positions, self.raw_P, point_P)
-                tried = (error_P, (index_P + rungs[0]).float(), *(() if point_P is None else (point_P,)))
+                tried = (error_P, rung_J[index_P], *(() if point_P is None else (point_P,)))
                 if best is not None:
                     is_better_P = error_P < best[0]
                     tried = tuple(torch.where(is_better_P, *pair) for pair in zip(tried, best, strict=True))
@@ -252,7 +259,7 @@ class Ladder:
         """How many steps values may lie outside the range of the smallest scale that is ever tried."""
         if self.positions.is_weighted:
             return math.inf
-        grid, last = self.judge.grid, self.rungs.stop + 1
+        grid, last = self.judge.grid, max(self.rungs) + 2
         if grid.mantissa_bits is not None:
             return (grid.high - grid.low) / 2 * (math.pow(2, last * self.step) - 1)
         reach = (grid.high - grid.low) * (1 + last * self.step)

@@ -46,6 +46,11 @@ class ImportanceObserver(SearchObserver):
         self._fallback: str | None = None
         self.input_mask: Tensor | None = None
 
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether importance is to be collected at all."""
+        return self.base_name == "weight"
+
     # ---- collecting --------------------------------------------------------------------------------------------
 
     @override

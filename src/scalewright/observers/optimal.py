@@ -33,8 +33,8 @@ class OptimalObserver(Memoryless, ImportanceObserver):
         Knob(
             "candidates",
             32,
-            "scales to try at each position, 1.6 times as many with importance and in groups of 64 and less, a third of "
-            "them for affine formats of more than 4 bits; for NVFP4 and MXFP4, all that can be best are tried",
+            "scales to try at each position, 1.6 times as many with importance and in groups of 64 and less, a third "
+            "of them for affine formats of more than 4 bits; for NVFP4 and MXFP4, all that can be best are tried",
             low=2,
         ),
         Knob("refits", 1, "times that the best scale is refined", low=0),
@@ -54,6 +54,11 @@ class OptimalObserver(Memoryless, ImportanceObserver):
     def reset(self) -> None:
         super().reset()
         self.scale_sign: Tensor | None = None
+
+    @property
+    @override
+    def wants_inputs(self) -> bool:
+        return super().wants_inputs and self.importance == "auto"
 
     @override
     def attach(self, module: torch.nn.Module) -> None:
