@@ -9,7 +9,13 @@
     ├── UnknownObserverError   (KeyError)        no observer has that name
     ├── NoStatisticsError      (AssertionError)  qparams were asked for before anything was seen
     ├── StaleWeightError       (RuntimeError)    a weight was changed between observing and reading
-    └── MergeError             (ValueError)      statistics that do not belong together
+    ├── MergeError             (ValueError)      statistics that do not belong together
+    ├── RecipeError            (ValueError)      a recipe that cannot mean anything
+    ├── ModelError             (ValueError)      a model that cannot be loaded, run or quantised as asked
+    ├── CalibrationError       (ValueError)      calibration did not show what is needed
+    ├── DataError              (ValueError)      calibration data that cannot be used
+    ├── OutputError            (ValueError)      a result that cannot be written where it was asked for
+    └── StrictError            (ValueError)      a note, where notes are errors
 
 A message reads ``<where>: <what is wrong, with both numbers>. <what to do>.`` Deep code raises the short
 fact; whoever knows the place adds it once, with `at`.
@@ -70,6 +76,38 @@ class StaleWeightError(ScalewrightError, RuntimeError):
 
 class MergeError(ScalewrightError, ValueError):
     """Two sets of statistics that cannot be made one."""
+
+
+class RecipeError(ScalewrightError, ValueError):
+    """A recipe, or a modifier, that cannot mean anything. `key` is the way to the entry that is wrong."""
+
+    def __init__(self, message: str, *, key: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.key = key
+
+    def within(self, *key: str | int) -> RecipeError:
+        """The same error, of an entry that lies under `key`."""
+        return RecipeError(str(self), key=(*key, *self.key))
+
+
+class ModelError(ScalewrightError, ValueError):
+    """A model that cannot be loaded, run or quantised as asked."""
+
+
+class CalibrationError(ScalewrightError, ValueError):
+    """Calibration did not show what a layer needs."""
+
+
+class DataError(ScalewrightError, ValueError):
+    """Calibration data that cannot be used."""
+
+
+class OutputError(ScalewrightError, ValueError):
+    """A result that cannot be written where it was asked for."""
+
+
+class StrictError(ScalewrightError, ValueError):
+    """A note that would only be shown, where notes are errors."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

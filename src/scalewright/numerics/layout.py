@@ -182,11 +182,12 @@ def _check_attention(value: Tensor) -> None:
 
 
 def _into_groups(value: Tensor, group_size: int) -> Tensor:
-    _check_divides(value.shape[-1], group_size)
+    check_divides(value.shape[-1], group_size)
     return value.reshape(*value.shape[:-1], -1, group_size)
 
 
-def _check_divides(columns: int, group_size: int) -> None:
+def check_divides(columns: int, group_size: int) -> None:
+    """Raise LayoutError unless so many columns make whole groups."""
     if columns % group_size == 0:
         return
     fitting = [size for size in (16, 32, 64, 128, 256, 512, 1024) if columns % size == 0]
@@ -211,7 +212,7 @@ def _into_blocks(value: Tensor, args: QuantizationArgs) -> Tensor:
 
 def _group_order(g_idx: Tensor, columns: int, group_size: int) -> Tensor:
     """The permutation that brings each group's columns together, groups in order, columns in theirs."""
-    _check_divides(columns, group_size)
+    check_divides(columns, group_size)
     if g_idx.ndim != 1 or g_idx.numel() != columns:
         raise LayoutError(
             f"g_idx has shape {tuple(g_idx.shape)}, and there are {columns} columns. Give one group for each column."

@@ -69,3 +69,9 @@ def sqnr_db(original: Tensor, quantized: Tensor) -> float:
     signal = original.double().square().sum()
     noise = (original.double() - quantized.double()).square().sum()
     return float(10 * torch.log10(signal / noise))
+
+
+def signal_to_noise(original: Tensor, changed: Tensor) -> float:
+    """The same in fp32 (the tensors' sums are taken in pairs), for large tensors."""
+    noise = torch.linalg.vector_norm(original.float() - changed.float())
+    return float(20 * torch.log10(torch.linalg.vector_norm(original.float()) / noise))

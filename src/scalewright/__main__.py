@@ -1,0 +1,5 @@
+"""`python -m scalewright` is the command line."""
+
+from scalewright.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""How data reaches observers."""

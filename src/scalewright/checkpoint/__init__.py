@@ -1,0 +1,1 @@
+"""Checkpoints: compressed-tensors out, complete or not at all."""

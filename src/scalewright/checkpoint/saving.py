@@ -1,0 +1,110 @@
+"""Writing a quantised model as a compressed-tensors checkpoint.
+
+Everything is written under a temporary name beside the target and renamed when it is complete, so that a folder of the
+target's name is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationStatus
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from scalewright.errors import OutputError
+from scalewright.modifiers.layers import QuantizedLayer
+
+_SHARD = "5GB"
+
+
+def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
+    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to."""
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{path}: is a file. Give a folder.")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise OutputError(f"{path}: exists already and is not empty. Give another folder, or overwrite.")
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: {parent} cannot be written to.")
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise OutputError(
+            f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. "
+            "Make room, or give another folder."
+        )
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `path` when all went well, and is taken away when not."""
+    draft = path.absolute().parent / f".{path.name}.incomplete"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        old = path.absolute().parent / f".{path.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        draft.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def save_checkpoint(
+    model: nn.Module,
+    layers: Iterable[QuantizedLayer],
+    path: Path,
+    *,
+    recipe: str,
+    companions: Iterable[Any] = (),
+    source: Path | None = None,
+) -> None:
+    """Write `model`, whose `layers` are quantised, to the folder `path`; `companions` are a tokenizer and the like."""
+    with written_whole(path) as draft:
+        state = _stored_tensors(model, layers)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(draft, state_dict=state, max_shard_size=_SHARD)
+        else:
+            save_file(
+                {name: each.contiguous() for name, each in state.items()},
+                draft / "model.safetensors",
+                metadata={"format": "pt"},
+            )
+        for each in companions:
+            each.save_pretrained(draft)
+        _write_config(model, draft)
+        (draft / "recipe.yaml").write_text(recipe, encoding="utf-8")
+
+
+def _stored_tensors(model: nn.Module, layers: Iterable[QuantizedLayer]) -> dict[str, Tensor]:
+    """All tensors of the checkpoint by name: quantised layers as they are stored, the rest as it is."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for layer in layers:
+        if not layer.compressed:
+            continue
+        for name in [name for name in state if name.rpartition(".")[0] == layer.name]:
+            del state[name]
+        state.update({f"{layer.name}.{name}": each for name, each in layer.compressed.items()})
+    return state
+
+
+def _write_config(model: nn.Module, draft: Path) -> None:
+    compressor = ModelCompressor.from_pretrained_model(model)
+    if compressor.quantization_config is not None:
+        compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    config = draft / "config.json"
+    if not config.exists():
+        config.write_text(json.dumps({"architectures": [type(model).__name__]}), encoding="utf-8")
+    compressor.update_config(str(draft))

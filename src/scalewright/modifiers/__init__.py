@@ -1,0 +1,6 @@
+"""Named changes to a model: what a recipe asks for."""
+
+from scalewright.modifiers.base import Modifier
+from scalewright.modifiers.quantization import QuantizationModifier
+
+__all__ = ["Modifier", "QuantizationModifier"]

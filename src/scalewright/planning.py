@@ -1,0 +1,171 @@
+"""What `oneshot` would do, without doing it: layers, observers, pipeline, size, memory, time.
+
+The model is built without its weights. Time is estimated from two short measurements on this machine: a matrix product,
+and the search for the scales of a small random weight under each scheme.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import nn
+
+from scalewright.modifiers.layers import WatchedLayer
+from scalewright.modifiers.schemes import bits_per_weight, in_words
+from scalewright.observers import make_observer
+from scalewright.oneshot import empty_model, make_plan
+from scalewright.recipe import Recipe
+
+_PROBE = (256, 1024)
+_LIVE_ACTIVATIONS = 12  # tensors of a token's hidden size that a block holds at a time, about
+_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Layers that are treated alike."""
+
+    count: int
+    example: str
+    weights: str
+    activations: str
+    observers: str
+    bits: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What would be done, and what it would take."""
+
+    groups: list[PlannedGroup]
+    pipeline: str
+    why: str
+    blocks: int
+    ignored: list[str]
+    notes: list[str]
+    bits_per_weight: float
+    bytes_before: int
+    bytes_after: int
+    peak_bytes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def summary(self) -> list[str]:
+        """The rest of the plan in a few lines."""
+        return [
+            f"pipeline   {self.pipeline}: {self.why}",
+            f"weights    {self.bits_per_weight:.2f} bits each in the layers above; {len(self.ignored)} layers are ignored",
+            f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then",
+            f"memory     about {_in_mb(self.peak_bytes)} at the most",
+            f"time       about {self.seconds:.0f} s on this machine",
+        ]
+
+
+def plan_of(
+    model: str | Path | nn.Module,
+    recipe: Any,
+    *,
+    has_data: bool = False,
+    num_tokens: int = 512 * 2048,
+    pipeline: str = "auto",
+    trust_remote_code: bool = False,
+) -> PlanReport:
+    """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta)."""
+    built = model if isinstance(model, nn.Module) else empty_model(model, trust_remote_code=trust_remote_code)
+    parsed = Recipe.of(recipe)
+    groups: list[PlannedGroup] = []
+    layers: list[WatchedLayer] = []
+    notes: list[str] = []
+    ignored: list[str] = []
+    chosen, why, num_blocks = "data_free", "", 0
+    for stage in parsed.stages:
+        plan = make_plan(built, stage, pipeline=pipeline, has_data=has_data, will_have_data=True)
+        layers += plan.layers
+        notes += plan.notes
+        ignored += plan.ignored
+        chosen, why, num_blocks = plan.pipeline, plan.why, len(plan.blocks)
+    kinds: dict[str, list[WatchedLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
+    for some in kinds.values():
+        scheme = some[0].scheme
+        groups.append(
+            PlannedGroup(
+                len(some),
+                some[0].name,
+                in_words(scheme.weights),
+                in_words(scheme.input_activations),
+                ", ".join(f"{base}: {each._observer_name}" for base, each in some[0].new_observers().items()),
+                _bits(some) if scheme.weights is not None else 0.0,
+            )
+        )
+    before = sum(each.numel() * each.element_size() for each in built.parameters())
+    quantised = [layer for layer in layers if layer.scheme.weights is not None]
+    saved = sum(
+        layer.module.weight.numel() * (layer.module.weight.element_size() - _bits([layer]) / 8) for layer in quantised
+    )
+    widest = max((layer.module.weight.numel() for layer in quantised), default=0)
+    hidden = int(getattr(getattr(built, "config", None), "hidden_size", 0) or 0)
+    kept = num_tokens if chosen == "sequential" else _BATCH_TOKENS
+    activations = 0 if chosen == "data_free" else 4 * hidden * (kept + _LIVE_ACTIVATIONS * _BATCH_TOKENS)
+    passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen]
+    parameters = sum(each.numel() for each in built.parameters())
+    seconds = passes * 2 * parameters * num_tokens / _flops() + sum(
+        sum(each.module.weight.numel() for each in some) * _search_seconds(some[0].scheme.weights)
+        for some in kinds.values()
+        if some[0].scheme.weights is not None
+    )
+    return PlanReport(
+        groups,
+        chosen,
+        why,
+        num_blocks,
+        ignored,
+        notes,
+        _bits(quantised) if quantised else 0.0,
+        before,
+        round(before - saved),
+        round(before + 12 * widest + activations),
+        seconds,
+    )
+
+
+def _bits(layers: Sequence[WatchedLayer]) -> float:
+    shapes = [tuple(each.module.weight.shape) for each in layers]
+    total = sum(
+        bits_per_weight(each.scheme.weights, shape) * shape[0] * shape[1]
+        for each, shape in zip(layers, shapes, strict=True)
+    )
+    return total / sum(rows * columns for rows, columns in shapes)
+
+
+def _flops() -> float:
+    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
+    best = min(_timed(lambda: a @ b) for _ in range(3))
+    return 2 * 512 * 1024 * 1024 / best
+
+
+def _search_seconds(args: QuantizationArgs) -> float:
+    """Seconds for one weight."""
+    weight = torch.randn(_PROBE)
+    best = min(_timed(lambda: make_observer("weight", args)(weight).get_qparams()) for _ in range(2))
+    return best / weight.numel()
+
+
+def _timed(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _in_mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
