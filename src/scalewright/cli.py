@@ -6,19 +6,19 @@ Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be d
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from scalewright.errors import ScalewrightError
-from scalewright.observers.catalog import observer_rows
+from scalewright.observers.catalog import COLUMNS, observer_rows
 
 app = typer.Typer(
     add_completion=False,
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Finds the scales that lose least when a language model is written in few bits.",
 )
-_out = Console()
+_out = Console(width=None if Console().is_terminal else 140)
 _err = Console(stderr=True)
 
 Model = Annotated[str, typer.Argument(help="A folder with a model, or its name on the hub.")]
@@ -136,7 +136,7 @@ def plan(
     if as_json:
         print(json.dumps(found.to_dict()))
         return
-    table = Table("layers", "like", "weights", "activations", "observers", "bits", title=f"{model}: the plan")
+    table = _table(f"{model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
     for row in found.groups:
         table.add_row(str(row.count), row.example, row.weights, row.activations, row.observers, f"{row.bits:.2f}")
     _out.print(table)
@@ -157,7 +157,7 @@ def schemes(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    table = Table("scheme", "weights", "activations", "bits", "needs data", title="Schemes")
+    table = _table("Schemes", "scheme", "weights", "activations", "bits", "needs data")
     for row in rows:
         table.add_row(row.name, row.weights, row.activations, f"{row.bits:.2f}", "yes" if row.needs_data else "no")
     _out.print(table)
@@ -166,27 +166,52 @@ def schemes(as_json: AsJson = False) -> None:
 @app.command()
 def observers(as_json: AsJson = False) -> None:
     """Show all observers."""
-    header, *rows = observer_rows()
     if as_json:
-        print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
+        print(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in observer_rows()]))
         return
-    table = Table(*header[:4], title="Observers")
-    for row in rows:
-        table.add_row(*row[:4])
+    table = _table("Observers", "name", "what it finds", "watches", "knobs (defaults)")
+    for name, what, watches, _, knobs, *_ in observer_rows():
+        table.add_row(name, what, watches, knobs)
     _out.print(table)
 
 
 def layers_table(rows: list[dict[str, Any]]) -> Table:
-    """The table of layers that `quantize` prints."""
-    table = Table("layer", "weights", "activations", "observer", "weight dB", "output dB", title="Layers")
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["weights"],
-            row["activations"],
-            ", ".join(row["observers"].values()),
-            *("" if row[each] is None else f"{row[each]:.1f}" for each in ("weight_db", "output_db")),
-        )
+    """The table of layers that `quantize` prints; what all of them have in common stands above it."""
+    words = [
+        {
+            "weights": row["weights"],
+            "activations": row["activations"],
+            "observers": ", ".join(row["observers"].values()),
+        }
+        for row in rows
+    ]
+    varying = [key for key in words[0] if len({row[key] for row in words}) > 1]
+    common = "; ".join(f"{key}: {words[0][key]}" for key in words[0] if key not in varying)
+    table = _table(f"{len(rows)} layers; {common}" if common else f"{len(rows)} layers", "layer", *varying, *_FIGURES)
+    for row, in_words in zip(rows, words, strict=True):
+        figures = ("" if row[key] is None else form.format(row[key]) for key, form in _FIGURES.values())
+        table.add_row(row["name"], *(in_words[key] for key in varying), *figures)
+    table.caption = (
+        "dB: signal to noise of the weight, its gain over min-max, and of the layer's output on calibration data. "
+        "above best: how much more the weight loses than the least possible."
+    )
+    return table
+
+
+_FIGURES = {
+    "weight dB": ("weight_db", "{:.1f}"),
+    "gain": ("gain_db", "{:+.2f}"),
+    "output dB": ("output_db", "{:.1f}"),
+    "above best": ("above_optimum", "{:.2%}"),
+}
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """A table whose first column is never cut."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right" if name in _FIGURES else "left")
     return table
 
 
@@ -250,7 +275,3 @@ def _progress(*, quiet: bool) -> Iterator[Any]:
 def main() -> None:
     """What `scalewright` and `python -m scalewright` run."""
     app()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

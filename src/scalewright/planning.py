@@ -16,10 +16,12 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
+from scalewright.calibration.plan import make_plan
+from scalewright.checkpoint.loading import empty_model
+from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
 from scalewright.observers import make_observer
-from scalewright.oneshot import empty_model, make_plan
 from scalewright.recipe import Recipe
 
 _PROBE = (256, 1024)
@@ -63,7 +65,7 @@ class PlanReport:
         """The rest of the plan in a few lines."""
         return [
             f"pipeline   {self.pipeline}: {self.why}",
-            f"weights    {self.bits_per_weight:.2f} bits each in the layers above; {len(self.ignored)} layers are ignored",
+            f"weights    {self.bits_per_weight:.2f} bits each in these layers; {len(self.ignored)} layers are ignored",
             f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then",
             f"memory     about {_in_mb(self.peak_bytes)} at the most",
             f"time       about {self.seconds:.0f} s on this machine",
@@ -82,65 +84,60 @@ def plan_of(
     """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta)."""
     built = model if isinstance(model, nn.Module) else empty_model(model, trust_remote_code=trust_remote_code)
     parsed = Recipe.of(recipe)
-    groups: list[PlannedGroup] = []
-    layers: list[WatchedLayer] = []
-    notes: list[str] = []
-    ignored: list[str] = []
-    chosen, why, num_blocks = "data_free", "", 0
-    for stage in parsed.stages:
-        plan = make_plan(built, stage, pipeline=pipeline, has_data=has_data, will_have_data=True)
-        layers += plan.layers
-        notes += plan.notes
-        ignored += plan.ignored
-        chosen, why, num_blocks = plan.pipeline, plan.why, len(plan.blocks)
+    # Where data is needed it will be given; where it is only useful it may be.
+    needs_data = any(isinstance(each, QuantizationModifier) and each.data == "needed" for each in parsed.modifiers)
+    plans = [
+        make_plan(built, stage.modifiers, pipeline=pipeline, has_data=has_data or needs_data) for stage in parsed.stages
+    ]
+    layers = [layer for plan in plans for layer in plan.layers]
     kinds: dict[str, list[WatchedLayer]] = {}
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
-    for some in kinds.values():
-        scheme = some[0].scheme
-        groups.append(
-            PlannedGroup(
-                len(some),
-                some[0].name,
-                in_words(scheme.weights),
-                in_words(scheme.input_activations),
-                ", ".join(f"{base}: {each._observer_name}" for base, each in some[0].new_observers().items()),
-                _bits(some) if scheme.weights is not None else 0.0,
-            )
-        )
-    before = sum(each.numel() * each.element_size() for each in built.parameters())
     quantised = [layer for layer in layers if layer.scheme.weights is not None]
-    saved = sum(
-        layer.module.weight.numel() * (layer.module.weight.element_size() - _bits([layer]) / 8) for layer in quantised
-    )
-    widest = max((layer.module.weight.numel() for layer in quantised), default=0)
-    hidden = int(getattr(getattr(built, "config", None), "hidden_size", 0) or 0)
+    before, after = plans[-1].bytes_before(), plans[-1].bytes_before()
+    after -= sum(plan.bytes_before() - plan.bytes_after() for plan in plans)
+    widest = max((layer.weight.numel() for layer in quantised), default=0)
+    chosen = plans[-1].pipeline
+    config = getattr(built, "config", None)
+    hidden = int(getattr(config, "hidden_size", 0) or getattr(getattr(config, "text_config", None), "hidden_size", 0))
     kept = num_tokens if chosen == "sequential" else _BATCH_TOKENS
     activations = 0 if chosen == "data_free" else 4 * hidden * (kept + _LIVE_ACTIVATIONS * _BATCH_TOKENS)
     passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen]
-    parameters = sum(each.numel() for each in built.parameters())
-    seconds = passes * 2 * parameters * num_tokens / _flops() + sum(
-        sum(each.module.weight.numel() for each in some) * _search_seconds(some[0].scheme.weights)
-        for some in kinds.values()
-        if some[0].scheme.weights is not None
-    )
+    num_weights = sum(layer.weight.numel() for layer in quantised)
+    seconds = 2.0 * passes * num_weights * num_tokens / _flops()
+    for some in kinds.values():
+        args = some[0].scheme.weights
+        if args is not None:
+            seconds += sum(each.weight.numel() for each in some) * _search_seconds(args)
     return PlanReport(
-        groups,
+        [_group(some) for some in kinds.values()],
         chosen,
-        why,
-        num_blocks,
-        ignored,
-        notes,
+        plans[-1].why,
+        len(plans[-1].blocks),
+        [name for plan in plans for name in plan.ignored],
+        [note for plan in plans for note in plan.notes],
         _bits(quantised) if quantised else 0.0,
         before,
-        round(before - saved),
-        round(before + 12 * widest + activations),
+        after,
+        before + 12 * widest + activations,
         seconds,
     )
 
 
+def _group(layers: Sequence[WatchedLayer]) -> PlannedGroup:
+    scheme = layers[0].scheme
+    return PlannedGroup(
+        len(layers),
+        layers[0].name,
+        in_words(scheme.weights),
+        in_words(scheme.input_activations),
+        ", ".join(f"{base_name}: {each.observer_name}" for base_name, each in layers[0].new_observers().items()),
+        _bits(layers) if scheme.weights is not None else 0.0,
+    )
+
+
 def _bits(layers: Sequence[WatchedLayer]) -> float:
-    shapes = [tuple(each.module.weight.shape) for each in layers]
+    shapes = [tuple(each.weight.shape) for each in layers]
     total = sum(
         bits_per_weight(each.scheme.weights, shape) * shape[0] * shape[1]
         for each, shape in zip(layers, shapes, strict=True)

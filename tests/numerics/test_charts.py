@@ -69,6 +69,23 @@ def test_what_is_lost_lies_within_the_bounds(grid, norm, dtype, weighted, kind, 
         assert (most_P.double() >= exact_P - 1e-12).all()
 
 
+@pytest.mark.parametrize("wobble", [1e-6, 2.0**-11, 2.0**-8, 2.0**-6])
+@pytest.mark.parametrize("norm", [1.0, 1.5, 2.0, 2.4, 4.0])
+@pytest.mark.parametrize("grid", [INT2, INT4, INT4.mirrored(), E2M1], ids=["2", "4", "-4", "e2m1"])
+def test_every_value_of_a_bin_loses_what_its_row_says_under_every_scale_that_is_a_little_off(grid, norm, wobble):
+    made_chart = error_chart(grid, norm, RATIOS, wobble=wobble, bins=400, device="cpu")
+    chart, ratio_J = made_chart.chart, torch.tensor(RATIOS, dtype=torch.float64)
+    error_BJ, slack_BJ, *slope_BJ = chart.table_BC.double().split(len(RATIOS), dim=1)
+    middle_B1 = (chart.start + torch.arange(chart.rows, dtype=torch.float64) / chart.bins_per_step).unsqueeze(1)
+    numbers_C = grid.numbers().double()
+    for off in (-wobble, -wobble / 3, 0.0, wobble):
+        about_BJ = error_BJ + off * slope_BJ[0] if slope_BJ else error_BJ
+        for place in (-0.5, -0.2, 0.0, 0.3, 0.5):
+            y_B11 = (middle_B1 + place / chart.bins_per_step).unsqueeze(-1)
+            lost_BJ = (y_B11 - numbers_C * (ratio_J * (1 + off)).unsqueeze(-1)).abs().amin(dim=-1).pow(norm)
+            assert ((lost_BJ - about_BJ).abs() <= slack_BJ + 1e-6 * error_BJ + 1e-12).all(), (off, place)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.01), (torch.float16, 0.012), (torch.bfloat16, 0.025)])
 @pytest.mark.parametrize("norm", [2.0, 2.4])
 def test_bounds_are_close_to_each_other(norm, dtype, bound):

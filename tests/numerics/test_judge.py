@@ -196,6 +196,20 @@ def test_a_lonely_value_outside_the_range_loses_just_what_is_clipped(norm, weigh
 
 
 @pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+def test_a_scale_under_which_powers_overflow_never_wins(norm):
+    x = torch.randn(1, 6, 1, 16, generator=torch.Generator().manual_seed(0))
+    weights = torch.ones(16)
+    weights[3] = 0.0
+    (positions,) = positions_of(x, *min_max(x), weights_NQG=weights)
+    judge = Judge(INT4, norm)
+    scale_KP = torch.tensor([[1e-30], [0.2], [1e-25]]).expand(-1, 6)
+    judged = judge.judge(positions, scale_KP)
+    assert not judged.least_KP.isnan().any()
+    assert (judge.best(positions, judged) == 1).all()
+    assert not judge.errors(positions, scale_KP[0]).isnan().any()
+
+
+@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6, 1e12])
 def test_scales_of_any_size_are_judged(scale, norm):
     x, _, positions = made(1, 6, 1, 16)

@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scalewright.numerics.charts import plain_chart
 from scalewright.numerics.extremes import min_max
 from scalewright.numerics.optimal import optimal_range
 from scalewright.numerics.optimum import exact_optimum
@@ -148,6 +149,21 @@ def test_weighted_groups_lose_little_more_than_the_exact_optimum_and_never_less(
     weights = torch.rand(x.shape) ** 2
     error, least = least_error(x, args, weights=weights), exact_optimum(x, args, weights_NQG=weights).error_Q
     assert (error >= least * (1 - 1e-9)).all()
+    assert error.sum() <= bound * least.sum()
+
+
+@pytest.mark.parametrize(("times", "weight"), [(20.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
+@pytest.mark.parametrize(
+    ("args", "bound"),
+    [(INT4, 1.01), (INT3, 1.01), (INT4_AFFINE, 1.05)],
+    ids=["int4", "int3", "int4 affine"],
+)
+def test_outliers_that_do_not_count_are_cut_off(args, bound, times, weight):
+    x, weights = bell_shaped(1, 30, 1, 128), torch.ones(128)
+    x[..., ::32] *= times
+    weights[::32] = weight
+    error = least_error(x, args, weights=weights)
+    least = exact_optimum(x, args, weights_NQG=weights.expand(x.shape)).error_Q
     assert error.sum() <= bound * least.sum()
 
 
@@ -435,6 +451,46 @@ def test_every_element_without_weight_is_still_an_answer():
     for args in (INT4, INT4_AFFINE, INT8, MXFP4):
         found = optimal_range(x, *min_max(x), args, weights_NQG=torch.zeros(16))
         assert torch.isfinite(found.hi_Q).all() and (found.hi_Q > found.lo_Q).all()
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0, 300.0])
+@pytest.mark.parametrize("norm", [1.0, 2.0, 2.4])
+@pytest.mark.parametrize("name", SHORT_SCALES)
+def test_where_no_element_counts_the_scale_of_a_short_format_is_min_maxs(name, norm, size):
+    # Any scale loses nothing then, and one far below would cut off all that other inputs may need.
+    args, x = SHORT_SCALES[name], bell_shaped(1, 30, 2, 16) * size
+    weights = torch.zeros(30, 2, 16)
+    weights[:3], x[:, :3, :, :8] = 1.0, 0.0
+    weights[:3, :, 8:] = 0.0  # only zeros count
+    found = optimal_range(
+        *(x, *min_max(x), args), norm=norm, weights_NQG=weights, global_scale=global_scale_for(args, x)
+    )
+    torch.testing.assert_close((found.lo_Q, found.hi_Q), min_max(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("norm", [8.0, 16.0])
+@pytest.mark.parametrize("name", FEW)
+def test_high_norms_do_not_overflow(name, norm, weighted):
+    args, x = FEW[name], bell_shaped(1, 20, 2, 16)
+    weights = torch.rand(x.shape) if weighted else None
+    how = {"norm": norm, "weights": weights, "global_scale": global_scale_for(args, x)}
+    assert (least_error(x, args, **how) <= minmax_error(x, args, **how) * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FEW)
+def test_the_default_dtype_of_the_process_is_none_of_our_business(name, dtype):
+    args, x = FEW[name], bell_shaped(1, 20, 2, 32)
+    how = {"norm": 2.4, "global_scale": global_scale_for(args, x)}
+    before = optimal_range(x, *min_max(x), args, **how)
+    plain_chart.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert_same_range(optimal_range(x, *min_max(x), args, **how), before)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        plain_chart.cache_clear()
 
 
 # ---- how the work is cut -----------------------------------------------------------------------------------------

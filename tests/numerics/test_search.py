@@ -7,6 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from scalewright.numerics.charts import error_chart
 from scalewright.numerics.extremes import min_max
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.scales import global_scale_of, stored_qparams
@@ -238,6 +239,20 @@ def test_equal_weights_are_no_weights():
     plain, weighted = run(x, INT4), run(x, INT4, weights_NQG=torch.full((1, 1, 1, 1), 4.0))
     torch.testing.assert_close(weighted.best_Q, plain.best_Q)
     torch.testing.assert_close(weighted.hi_Q, plain.hi_Q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_default_dtype_of_the_process_is_none_of_our_business(name, dtype):
+    x = bell_shaped(1, 40, 2, 16)
+    before = run(x, FORMATS[name])
+    error_chart.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.testing.assert_close(run(x, FORMATS[name]).best_Q, before.best_Q, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        error_chart.cache_clear()
 
 
 def test_an_element_without_weight_does_not_count():

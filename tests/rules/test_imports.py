@@ -26,6 +26,7 @@ ORDER = (
     "evaluation",
     "report",
     "oneshot",
+    "planning",
     "cli",
     "__main__",
 )

@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "scalewright").rglob("*.py"))
 
 PUBLIC_NAMES = {
-    scalewright: ["Observer", "ScalewrightError", "__version__"],
+    scalewright: [
+        "Observer",
+        "QuantizationModifier",
+        "Recipe",
+        "Result",
+        "ScalewrightError",
+        "__version__",
+        "oneshot",
+    ],
     scalewright.observers: [
         "FUSED_LAYER_NAMES",
         "BalancedMSEObserver",

@@ -7,62 +7,80 @@ layers, under the names that checkpoints of the architecture have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+_Linear = Callable[[Tensor], Tensor]
 
 
 class Expert(nn.Module):
     """One expert: `down(gate(x) * up(x))`, with the gating of the module that it was taken from."""
 
-    def __init__(self, fused: nn.Module, index: int, names: Sequence[str]) -> None:
+    def __init__(self, fused: Any, index: int, names: Sequence[str]) -> None:
         super().__init__()
+        self.tokens: Tensor | None = None
+        """Which tokens of the batch it is given just now; None for all of them."""
         self._names = tuple(names)
-        self._fused = [fused]  # in a list, so that it is no submodule
+        self._gating = [_without_weights(fused)]  # in a list, so that it is no submodule
         gate_up, down = fused.gate_up_proj[index], fused.down_proj[index]
         if fused.is_transposed:
-            gate_up, down = gate_up.T, down.T
-        gate, up = gate_up.chunk(2, dim=0)
-        biases: list[Tensor | None] = [None, None, None]
+            gate_up, down = gate_up.T.contiguous(), down.T.contiguous()
+        biases = (None, None, None)
         if fused.has_bias:
-            biases = [*fused.gate_up_proj_bias[index].chunk(2), fused.down_proj_bias[index]]
-        for name, weight, bias in zip(self._names, (gate, up, down), biases, strict=True):
-            setattr(self, name, _linear(weight, bias))
+            biases = (*fused.gate_up_proj_bias[index].chunk(2), fused.down_proj_bias[index])
+        for name, weight, bias in zip(self._names, (*gate_up.chunk(2), down), biases, strict=True):
+            self.add_module(name, _linear(weight, bias))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the expert makes of tokens [T, hidden]; hooks on its layers see them."""
-        gate, up, down = (getattr(self, name) for name in self._names)
-        gated: Tensor = down(self._fused[0]._apply_gate(torch.cat([gate(x), up(x)], dim=-1)))
-        return gated
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody has a hook on one of its layers."""
+        return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.children())
+
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """What the expert makes of some of the batch's tokens [T, hidden]; hooks on its layers see them."""
+        self.tokens = tokens
+        try:
+            return self._through(x, *(getattr(self, name) for name in self._names))
+        finally:
+            self.tokens = None
 
     def unseen(self, x: Tensor) -> Tensor:
         """The same, past all hooks."""
-        gate, up, down = (getattr(self, name).forward for name in self._names)
-        gated: Tensor = down(self._fused[0]._apply_gate(torch.cat([gate(x), up(x)], dim=-1)))
-        return gated
+        return self._through(x, *(getattr(self, name).forward for name in self._names))
+
+    def _through(self, x: Tensor, gate: _Linear, up: _Linear, down: _Linear) -> Tensor:
+        return down(self._gating[0]._apply_gate(torch.cat([gate(x), up(x)], dim=-1)))
 
 
 class UnfusedExperts(nn.ModuleList):
     """The experts of one layer, in place of the module that had them in one tensor.
 
-    While `shows_all` is set, every expert is shown every token; what flows on comes from the chosen ones as ever.
+    While `shows_all` is set, experts that somebody watches are shown every token; what flows on comes from the chosen
+    ones as ever.
     """
 
-    shows_all = False
+    def __init__(self, experts: Iterable[Expert]) -> None:
+        super().__init__(experts)
+        self.shows_all = False
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [T, hidden], the experts chosen for each [T, k], and how much each of them counts."""
         output = torch.zeros_like(hidden_states)
         for index, expert in enumerate(self):
             assert isinstance(expert, Expert)
-            token, choice = torch.where(top_k_index == index)
-            if self.shows_all:
+            shows_all = self.shows_all and expert.is_watched
+            if shows_all:
                 expert(hidden_states)
+            token, choice = torch.where(top_k_index == index)
             if len(token):
-                chosen = (expert.unseen if self.shows_all else expert)(hidden_states[token])
+                chosen = hidden_states[token]
+                chosen = expert.unseen(chosen) if shows_all else expert(chosen, token)
                 weighted = chosen * top_k_weights[token, choice, None]
                 output.index_add_(0, token, weighted.to(output.dtype))
         return output
@@ -76,13 +94,15 @@ def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     for name, module in list(model.named_modules()):
         if not _is_fused(module):
             continue
-        if not (module.has_gate and module.is_concatenated) or getattr(module, "has_post_expert_norm", False):
+        if not _can_be_unfused(module):
             notes.append(
                 f"{name}: the weights of {type(module).__name__} cannot be taken apart, so they stay as they are."
             )
             continue
-        experts = [Expert(module, index, names) for index in range(module.gate_up_proj.shape[0])]
-        model.set_submodule(name, UnfusedExperts(experts))
+        weight = module.gate_up_proj
+        assert isinstance(weight, Tensor)
+        with torch.no_grad():
+            model.set_submodule(name, UnfusedExperts(Expert(module, index, names) for index in range(len(weight))))
         replaced[name] = module
     return replaced, notes
 
@@ -101,8 +121,28 @@ def showing_all_tokens(model: nn.Module, *, on: bool) -> Iterator[None]:
 
 
 def _is_fused(module: nn.Module) -> bool:
+    """Whether it has matrices of several experts in one tensor."""
+    return "expert" in type(module).__name__.lower() and any(
+        each.ndim == 3 for each in module.parameters(recurse=False)
+    )
+
+
+def _can_be_unfused(module: nn.Module) -> bool:
+    """Whether it says how its tensors are laid out, and that is one of the layouts which are known here."""
+    has = {name: getattr(module, name, None) for name in ("has_gate", "is_concatenated", "has_post_expert_norm")}
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(each, nn.Parameter) and each.ndim == 3 for each in weights) and hasattr(module, "_apply_gate")
+    return (
+        has == {"has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
+        and all(isinstance(each, nn.Parameter) and each.ndim == 3 for each in weights)
+        and hasattr(module, "_apply_gate")
+    )
+
+
+def _without_weights(module: nn.Module) -> Any:
+    """The module for its methods alone; its tensors are not kept alive."""
+    bare = copy(module)
+    bare._parameters = {}
+    return bare
 
 
 def _names_in_checkpoints(model: nn.Module) -> tuple[str, str, str]:
@@ -119,11 +159,10 @@ def _names_in_checkpoints(model: nn.Module) -> tuple[str, str, str]:
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
     config = getattr(model, "config", None)
     kinds = [getattr(each, "model_type", None) for each in (config, getattr(config, "text_config", None))]
-    return [each for kind in kinds if kind for each in get_checkpoint_conversion_mapping(kind) or []]
+    mapping: Any = get_checkpoint_conversion_mapping
+    return [each for kind in kinds if kind for each in mapping(kind) or []]
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

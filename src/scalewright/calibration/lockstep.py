@@ -1,147 +1,199 @@
-"""Many forward passes, paused at every block boundary.
+"""Many forward passes, paused where they are about to enter one of some modules.
 
-Each batch's forward pass runs in a greenlet of its own. A block that is called hands its arguments over and waits for
-its outputs, so that all batches can be brought to the same block, and the block be quantised, before any of them goes
-on. The model's own code runs as it is: nothing is traced, and values that pass by a block stay in the frames that made
-them.
+Each batch's forward pass runs in a greenlet of its own. A hook before each of the modules lets the pass wait, so that
+all batches can be brought to the same module, and the module be quantised, before any of them goes on. The model's own
+code runs as it is: nothing is traced or replaced, and values that pass a module by stay in the frames that made them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from scalewright.errors import CalibrationError
+_Order = Literal["go on", "rehearse"]
 
 
-@dataclass(eq=False)
-class Call:
-    """A block's call that waits for its outputs, made by the pass of one batch."""
+class Enough(BaseException):
+    """Raised by whoever watches a pass, or a rehearsal, to end it: nothing behind this point is needed.
 
-    batch: int
-    block: str
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def copied(self) -> Call:
-        """The same call on copies of its tensors, for a block that is run once more afterwards."""
-        args, keywords = tree_map_only(Tensor, torch.clone, (self.args, self.keywords))
-        return Call(self.batch, self.block, args, keywords)
+    No `Exception`, because a model may catch those.
+    """
 
 
 class LockStep:
     """The forward passes of some batches through one model, side by side.
 
-    `for block, calls in lockstep.steps(): ...` goes from block to block; every call must be answered before the next
-    step. A block that the model calls again is met again.
+    `for name, batches in lockstep.steps(): ...` goes from module to module; every batch must `go_on` before the next
+    step. A module that the model calls again is met again. Batches wait in front of a module: its hooks have not run.
     """
 
     def __init__(
         self,
-        blocks: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
         forward: Callable[[int], Any],
         count: int,
         *,
-        entering: Callable[[int], None] = lambda batch: None,
+        entering: Callable[[int], object] = lambda batch: None,
     ) -> None:
         """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on."""
-        self._blocks = blocks
-        self._forwards = {name: block.forward for name, block in blocks.items()}
+        self._modules = modules
         self._forward = forward
+        self._outside = copy_context()
         self._count = count
         self._entering = entering
         self._passes: dict[int, greenlet] = {}
-        self._waiting: dict[int, Call] = {}
-        self._grad_modes: dict[int, bool] = {}
+        self._batches: dict[greenlet, int] = {}
+        self._waiting: dict[int, str] = {}
+        self._stayed: set[int] = set()
+        self._rehearsing: set[int] = set()
+        self._states: dict[int, _ThreadState] = {}
         self.outputs: dict[int, Any] = {}
-        """What the model gave back for each batch whose pass has ended."""
+        """What `forward` gave back for each batch whose pass has ended."""
 
     @contextmanager
     def running(self) -> Iterator[LockStep]:
-        """While inside, blocks wait; afterwards the model is as it was, and no pass is left half-way."""
+        """While inside, passes wait; afterwards the model is as it was, and no pass is left half-way."""
         with ExitStack() as stack:
-            for name, block in self._blocks.items():
-                stack.enter_context(_replaced_forward(block, self._waiting_forward(name)))
             stack.callback(self._end_passes)
+            for name, module in self._modules.items():
+                hook = module.register_forward_pre_hook(self._pausing(name), with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
             yield self
 
-    def steps(self) -> Iterator[tuple[str, list[Call]]]:
-        """The next block, and the calls of all batches that wait at it, until every pass has ended."""
+    def steps(self) -> Iterator[tuple[str, list[int]]]:
+        """The next module, and the batches that wait in front of it, until every pass has ended.
+
+        Where batches wait in front of different modules, the first of them comes first.
+        """
         for batch in range(self._count):
-            self._passes[batch] = greenlet(self._run(batch))
-            self._go_on(batch, None)
-        order = {name: i for i, name in enumerate(self._blocks)}
+            self._start(batch)
+        places = {name: place for place, name in enumerate(self._modules)}
         while self._waiting:
-            block = min((call.block for call in self._waiting.values()), key=lambda name: order[name])
-            calls = [call for call in self._waiting.values() if call.block == block]
-            yield block, calls
-            unanswered = [call.batch for call in calls if self._waiting.get(call.batch) is call]
-            assert not unanswered, f"{block}: batches {unanswered} still wait"
+            name = min(self._waiting.values(), key=lambda each: places[each])
+            batches = sorted(batch for batch, waits_for in self._waiting.items() if waits_for == name)
+            self._stayed = set(batches)
+            yield name, batches
+            assert not self._stayed, f"{name}: batches {sorted(self._stayed)} still wait"
 
-    def run_block(self, call: Call) -> Any:
-        """What the block gives for a call, run here and now."""
-        return self._forwards[call.block](*call.args, **call.keywords)
+    def rehearse(self, batch: int) -> None:
+        """Run the module that a batch waits for on copies of its arguments, hooks included; the batch waits on."""
+        self._switch(batch, "rehearse")
 
-    def answer(self, call: Call, output: Any) -> None:
-        """Let a pass go on, to its next block or to its end."""
-        del self._waiting[call.batch]
-        self._go_on(call.batch, output)
+    def go_on(self, batch: int) -> None:
+        """Let a pass run the module that it waits for, and all else up to the next one, or to its end."""
+        self._stayed.discard(batch)
+        del self._waiting[batch]
+        self._switch(batch, "go on")
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: int) -> Callable[[Any], Any]:
-        def run(_: Any) -> Any:
+    def _start(self, batch: int) -> None:
+        def run(_: _Order) -> None:
             self.outputs[batch] = self._forward(batch)
 
-        return run
+        self._passes[batch] = each = greenlet(run)
+        each.gr_context = self._outside.copy()
+        self._batches[each] = batch
+        self._switch(batch, "go on")
 
-    def _go_on(self, batch: int, value: Any) -> None:
-        """Switch to a pass until it waits or ends. Grad mode belongs to the thread, so each pass keeps its own."""
-        outside = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad_modes.get(batch, outside))
-        self._entering(batch)
-        try:
-            call = self._passes[batch].switch(value)
-        finally:
-            self._grad_modes[batch] = torch.is_grad_enabled()
-            torch.set_grad_enabled(outside)
-        if isinstance(call, Call):
-            self._waiting[batch] = call
+    def _switch(self, batch: int, order: _Order) -> None:
+        """Switch to a pass until it waits or ends. What torch keeps by thread, each pass keeps for itself."""
+        with self._states.get(batch, _ThreadState.now()).in_force():
+            self._entering(batch)
+            try:
+                self._passes[batch].switch(order)
+            finally:
+                self._states[batch] = _ThreadState.now()
 
-    def _waiting_forward(self, name: str) -> Callable[..., Any]:
-        def forward(*args: Any, **keywords: Any) -> Any:
+    def _pausing(self, name: str) -> Callable[..., None]:
+        def pause(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             here = getcurrent()
-            batch = next((batch for batch, each in self._passes.items() if each is here), None)
-            if batch is None or here.parent is None:
-                raise CalibrationError(f"{name}: called outside of a calibration pass.")
-            return here.parent.switch(Call(batch, name, args, keywords))
+            batch = self._batches.get(here)
+            if batch is None or batch in self._rehearsing or here.parent is None:
+                return
+            self._waiting[batch] = name
+            while here.parent.switch() == "rehearse":
+                self._rehearsing.add(batch)
+                try:
+                    # In a context of its own: hooks by which a model collects hidden states know nothing of rehearsals.
+                    self._outside.copy().run(_rehearse, module, args, keywords)
+                finally:
+                    self._rehearsing.discard(batch)
 
-        return forward
+        return pause
 
     def _end_passes(self) -> None:
-        for each in self._passes.values():
-            if not each.dead and each.gr_frame is not None:
-                each.throw(GreenletExit)
+        with ExitStack() as stack:
+            for batch in self._passes:
+                stack.callback(self._end, batch)
         self._passes.clear()
+        self._batches.clear()
         self._waiting.clear()
+        self._states.clear()
+
+    def _end(self, batch: int) -> None:
+        each = self._passes[batch]
+        if each and not each.dead:
+            with self._states.get(batch, _ThreadState.now()).in_force():
+                each.throw(GreenletExit)
 
 
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    had_own = "forward" in vars(module)
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if had_own:
-            module.forward = before
-        else:
-            del module.forward
+def _rehearse(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    args, keywords = _copied((args, keywords))
+    with suppress(Enough):
+        module(*args, **keywords)
+
+
+def _copied(arguments: Any) -> Any:
+    """The same arguments with copies of their tensors; one tensor that is there twice has one copy."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: Tensor) -> Tensor:
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return tree_map_only(Tensor, copy, arguments)
+
+
+@dataclass(frozen=True)
+class _ThreadState:
+    """What torch keeps by thread, and passes may change between two blocks: grad mode, inference mode, autocast."""
+
+    is_inference: bool
+    is_grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> _ThreadState:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        devices = {"cpu", accelerator.type if accelerator is not None else "cpu"}
+        autocast = tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices)
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """While inside, the thread is in this state; afterwards in the one before."""
+        before = _ThreadState.now()
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.callback(torch.set_grad_enabled, before.is_grad)
+            stack.callback(_set_autocast, before.autocast)
+            torch.set_grad_enabled(self.is_grad)
+            _set_autocast(self.autocast)
+            yield
+
+
+def _set_autocast(states: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+    torch.clear_autocast_cache()  # of weights, in the dtype of another pass
+    for device, is_on, dtype in states:
+        torch.set_autocast_enabled(device, is_on)
+        torch.set_autocast_dtype(device, dtype)

@@ -2,26 +2,27 @@
 
 - `data_free`: weights are all there is to see. No forward pass is run.
 - `basic`: one forward pass for each batch through the whole model as it is; then every layer is quantised.
-- `sequential`: block by block in lock step. A block is calibrated and quantised, and the next one sees what it will
-  really get.
+- `sequential`: unit by unit in lock step. A unit is calibrated and quantised, and the next one sees what it will really
+  get. Units are the blocks that the model is made of, and each layer that is in none of them.
 
-Passes end after the last layer that is to be quantised: what comes behind is not computed.
+Passes end after the last unit that is to be quantised: what comes behind is not computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from scalewright.calibration.lockstep import Call, LockStep
+from scalewright.calibration.experts import UnfusedExperts
+from scalewright.calibration.lockstep import Enough, LockStep
 from scalewright.calibration.taps import Masks, Tap, tapped
 from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
-from scalewright.observers.fusion import fuse_weight_observers
+from scalewright.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
 
 PIPELINES = ("auto", "data_free", "basic", "sequential")
 
@@ -34,6 +35,22 @@ def silent(phase: str, what: str, done: int, total: int) -> None:
     """Shows nothing."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is calibrated and quantised at one time: a block with its layers, or a layer that is in none."""
+
+    name: str
+    module: nn.Module
+    layers: list[WatchedLayer]
+
+    @property
+    def is_seen_by_its_input(self) -> bool:
+        """Whether it is a single layer whose output nobody wants to see, so that it need not be run."""
+        return all(
+            layer.module is self.module and all(where == "input" for where, _ in layer.sees()) for layer in self.layers
+        )
+
+
 @dataclass
 class Calibration:
     """A model, the layers of it that are to be quantised, and the data to see them at work."""
@@ -43,112 +60,96 @@ class Calibration:
     batches: Sequence[Batch] = ()
     blocks: list[str] = field(default_factory=list)
     on_step: OnStep = silent
-    masks: Masks = field(default_factory=Masks)
+
+    def __post_init__(self) -> None:
+        self._masks = Masks(self.model, self.batches)
 
     def run(self, pipeline: str) -> list[QuantizedLayer]:
         """Quantise all layers. No hook and no observer stays behind, whatever happens."""
-        with torch.no_grad(), _evaluating(self.model), _without_cache(self.model):
-            return {"data_free": self._data_free, "basic": self._basic, "sequential": self._sequential}[pipeline]()
+        run = {"data_free": self._data_free, "basic": self._basic, "sequential": self._sequential}[pipeline]
+        with torch.no_grad(), _evaluating(self.model), _without_cache(self.model), self._masks.following():
+            done = {layer.name: layer for layer in run()}
+        return [done[layer.name] for layer in self.layers]
 
     # ---- the three of them -------------------------------------------------------------------------------------------
 
     def _data_free(self) -> list[QuantizedLayer]:
-        with self._watched(self.layers):
+        with self._watched(self.layers, self.model):
             return self._finish(self.layers)
 
     def _basic(self) -> list[QuantizedLayer]:
-        with self._watched(self.layers):
-            with self._tapped(self.layers), self._stopping_early():
-                for i, batch in enumerate(self.batches):
+        with self._watched(self.layers, self.model):
+            with self._tapped(self.layers), _Route(self.model, self.units()).known() as route:
+                for i in range(len(self.batches)):
                     self.on_step("calibrating", f"batch {i + 1}", i, len(self.batches))
-                    self._show_masks(i)
-                    self._forward(batch)
+                    self._masks.enter(i)
+                    with route.travelled():
+                        self._forward(i)
             return self._finish(self.layers)
 
     def _sequential(self) -> list[QuantizedLayer]:
-        blocks = {name: self.model.get_submodule(name) for name in self.blocks}
-        inside = {name: [each for each in self.layers if each.name.startswith(f"{name}.")] for name in blocks}
-        within = {id(each) for layers in inside.values() for each in layers}
-        outside = [each for each in self.layers if id(each) not in within]
-        early = [each for each in outside if isinstance(each.module, nn.Embedding)]
-        late = [each for each in outside if not isinstance(each.module, nn.Embedding)]
-        done: list[QuantizedLayer] = []
-        if early:
-            with self._watched(early):
-                done += self._finish(early)
-        last = max((i for i, name in enumerate(blocks) if inside[name]), default=-1)
-        lockstep = LockStep(
-            blocks, lambda i: self._forward(self.batches[i]), len(self.batches), entering=self._show_masks
-        )
-        finished: set[str] = set()
-        with self._watched(late), self._tapped(late), lockstep.running():
-            for number, (block, calls) in enumerate(lockstep.steps()):
-                self.on_step("calibrating", block, min(number, len(blocks)), len(blocks))
-                layers = [] if block in finished else inside[block]
-                done += self._through_block(lockstep, calls, layers)
-                finished.add(block)
-                if not late and len(finished) > last and all(name in finished for name in blocks if inside[name]):
+        units = {unit.name: unit for unit in self.units()}
+        left = dict(units)
+        done: dict[str, list[QuantizedLayer]] = {}
+        modules = {name: unit.module for name, unit in units.items()}
+        lockstep = LockStep(modules, self._forward, len(self.batches), entering=self._masks.enter)
+        with lockstep.running():
+            for name, batches in lockstep.steps():
+                if name in left:
+                    self.on_step("calibrating", name, len(done), len(units))
+                    done[name] = self._calibrated(left.pop(name), lockstep, batches)
+                else:
+                    _note_again(name, done[name])
+                if not left:
                     break
-            done += self._finish(late)
-        return done
+                for batch in batches:
+                    lockstep.go_on(batch)
+        for name, unit in left.items():  # no batch came by
+            done[name] = self._calibrated(unit, lockstep, ())
+        _note_shared(units, done)
+        return [layer for layers in done.values() for layer in layers]
 
-    def _through_block(self, lockstep: LockStep, calls: list[Call], layers: list[WatchedLayer]) -> list[QuantizedLayer]:
-        """Calibrate and quantise a block on all batches, and send them on through what it has become."""
-        done: list[QuantizedLayer] = []
-        if layers:
-            with self._watched(layers):
-                if any(each.wants_data for each in layers):
-                    with self._tapped(layers):
-                        for call in calls:
-                            self._show_masks(call.batch)
-                            lockstep.run_block(call.copied())
-                done = self._finish(layers)
-        for call in calls:
-            lockstep.answer(call, lockstep.run_block(call))
-        return done
+    def _calibrated(self, unit: Unit, lockstep: LockStep, batches: Iterable[int]) -> list[QuantizedLayer]:
+        """Show a unit the batches that wait for it, and quantise it. None of them goes on."""
+        with self._watched(unit.layers, unit.module):
+            if any(layer.wants_data for layer in unit.layers):
+                with self._tapped(unit.layers), _ending_at(unit.module if unit.is_seen_by_its_input else None):
+                    for batch in batches:
+                        lockstep.rehearse(batch)
+            return self._finish(unit.layers)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
+    def units(self) -> list[Unit]:
+        """The units that have layers to quantise, in the order of the model.
+
+        Layers that share a scale, and the experts of a layer, are never torn apart.
+        """
+        bonds = _bonds(self.model, {layer.name for layer in self.layers})
+        found: dict[str, list[WatchedLayer]] = {}
+        for layer in self.layers:
+            home = next((block for block in self.blocks if _is_within(layer.name, block)), layer.name)
+            home = next((bond for bond in bonds if bond != home and _is_within(home, bond)), home)
+            found.setdefault(home, []).append(layer)
+        return [Unit(name, self.model.get_submodule(name), layers) for name, layers in found.items()]
+
     @contextmanager
-    def _watched(self, layers: Sequence[WatchedLayer]) -> Iterator[None]:
+    def _watched(self, layers: Sequence[WatchedLayer], within: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for layer in layers:
                 stack.callback(layer.stop)
                 layer.start()
-            fuse_weight_observers(self.model)
+            fuse_weight_observers(within)
             yield
-
-    def _tapped(self, layers: Iterable[WatchedLayer]) -> Any:
-        taps = [Tap(layer.module, where, see) for layer in layers for where, see in layer.sees()]
-        return tapped(taps, self.masks)
-
-    def _show_masks(self, batch: int) -> None:
-        self.masks.set_from(self.batches[batch])
-
-    def _forward(self, batch: Batch) -> None:
-        try:
-            self.model(**batch)
-        except _Done:
-            pass
 
     @contextmanager
-    def _stopping_early(self) -> Iterator[None]:
-        """End each pass after the last block that has layers to quantise, if all of them are in blocks."""
-        names = [layer.name for layer in self.layers]
-        with_layers = [block for block in self.blocks if any(name.startswith(f"{block}.") for name in names)]
-        are_all_inside = all(any(name.startswith(f"{block}.") for block in with_layers) for name in names)
-        if not with_layers or not are_all_inside:
+    def _tapped(self, layers: Iterable[WatchedLayer]) -> Iterator[None]:
+        taps = [Tap(layer.module, where, see) for layer in layers for where, see in layer.sees()]
+        with tapped(taps, self._masks):
             yield
-            return
 
-        def stop(*_: Any) -> None:
-            raise _Done
-
-        hook = self.model.get_submodule(with_layers[-1]).register_forward_hook(stop)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def _forward(self, batch: int) -> None:
+        self.model(**self.batches[batch])
 
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
         for layer in layers:
@@ -160,14 +161,106 @@ class Calibration:
         return done
 
 
-class _Done(Exception):
-    """Nothing behind this point is needed."""
+class _Route:
+    """Where passes go, so that they can end early.
+
+    The first pass shows in which order the units are entered and left. Passes that go the same way end where it was
+    last in a unit. No pass goes into the output head, unless somebody wants to see what comes out of it.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        find: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find()
+        is_needed = any(unit.module is head and not unit.is_seen_by_its_input for unit in units)
+        self._head = head if isinstance(head, nn.Module) and not is_needed else None
+        self._units = units
+        self._now: list[tuple[int, str]] = []
+        self._first: list[tuple[int, str]] | None = None
+
+    @contextmanager
+    def known(self) -> Iterator[_Route]:
+        """While inside, passes are watched. Hooks that show values must be there already."""
+        with ExitStack() as stack:
+            for number, unit in enumerate(self._units):
+                stack.callback(unit.module.register_forward_pre_hook(self._at((number, "in"))).remove)
+                if not unit.is_seen_by_its_input:
+                    stack.callback(unit.module.register_forward_hook(self._at((number, "out"))).remove)
+            stack.enter_context(_ending_at(self._head))
+            yield self
+
+    @contextmanager
+    def travelled(self) -> Iterator[None]:
+        """Inside a pass is run, as far as it is needed."""
+        self._now = []
+        with suppress(Enough):
+            yield
+        if self._first is None:
+            self._first = self._now
+
+    def _at(self, place: tuple[int, str]) -> Callable[..., None]:
+        def pass_by(*_: Any) -> None:
+            self._now.append(place)
+            if self._now == self._first:
+                raise Enough
+
+        return pass_by
+
+
+@contextmanager
+def _ending_at(module: nn.Module | None) -> Iterator[None]:
+    """While inside, what comes to this module's input ends there. Hooks that show it must be there already."""
+    if module is None:
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise Enough
+
+    hook = module.register_forward_pre_hook(end)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _bonds(model: nn.Module, names: set[str]) -> list[str]:
+    """The modules with layers that are quantised together or not at all, outermost first."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, UnfusedExperts)
+        or any(sum(f"{name}.{each}".lstrip(".") in names for each in fused) > 1 for fused in FUSED_LAYER_NAMES)
+    ]
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _note_again(name: str, layers: Sequence[QuantizedLayer]) -> None:
+    """Say once that what has static scales was used again after it was quantised."""
+    static = [layer for layer in layers if layer.observers.keys() - {"weight"}]
+    note = f"{name}: is used again after it was quantised, and its static scales come from its first use alone."
+    if static and note not in static[0].notes:
+        static[0].notes.append(note)
+
+
+def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLayer]]) -> None:
+    """Say which layers are in more than one unit."""
+    owners: dict[int, set[str]] = {}
+    for name, unit in units.items():
+        for module in unit.module.modules():
+            owners.setdefault(id(module), set()).add(name)
+    for name, unit in units.items():
+        for layer, result in zip(unit.layers, done[name], strict=True):
+            if any(not _is_within(name, other) for other in owners[id(layer.module)]):
+                _note_again(layer.name, [result])
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout and the like are off while inside."""
-    training = {module for module in model.modules() if module.training}
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
@@ -179,15 +272,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """A kv cache would only cost memory, and a block that is run twice would fill it twice."""
-    configs = [model.config] if hasattr(model, "config") else []
-    configs += [
-        getattr(each, name) for each in configs for name in ("text_config", "decoder", "encoder") if hasattr(each, name)
-    ]
-    before = [(each, each.use_cache) for each in configs if hasattr(each, "use_cache")]
-    for each, _ in before:
-        each.use_cache = False
-    try:
+    configs = {id(config): config for config in _configs(model)}.values()
+    with ExitStack() as stack:
+        for config in configs:
+            if "use_cache" in vars(config):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+            elif hasattr(config, "use_cache"):
+                stack.callback(delattr, config, "use_cache")
+            else:
+                continue
+            config.use_cache = False
         yield
-    finally:
-        for each, use_cache in before:
-            each.use_cache = use_cache
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations of a model and its parts, and those within them."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "__dict__"):
+            yield config
+            yield from (each for each in vars(config).values() if hasattr(each, "use_cache"))

@@ -8,27 +8,63 @@ A target or an ignored name is one of:
 - `re:.*mlp.*`: a regular expression that matches from the beginning of the name.
 
 Where several groups mean one module, an exact name goes before a pattern and a pattern before a class; then the first
-of them.
+of them. What the recipe does not quantise stays as it is; entries that change nothing become notes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from fnmatch import translate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 from compressed_tensors.utils import InternalModule, match_targets
-from torch import nn
+from compressed_tensors.utils.match import is_narrow_match
+from torch import Tensor, nn
 
-from scalewright.errors import LayoutError, ModelError, RecipeError
+from scalewright.errors import LayoutError, ModelError, RecipeError, did_you_mean
+from scalewright.modifiers.base import regex_of
 from scalewright.modifiers.quantization import Group, QuantizationModifier
-from scalewright.numerics.layout import check_divides, strategy_of
+from scalewright.numerics.layout import check_divides, check_strategy, strategy_of
 
-_WILDCARDS = re.compile(r"[*?\[]")
 QUANTIZABLE = (nn.Linear, nn.Embedding)
+_EXACT, _PATTERN, _CLASS = range(3)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One target or ignored name, ready to be compared."""
+
+    text: str
+    regex: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, text: str) -> Pattern:
+        """The pattern that a recipe's text stands for."""
+        return cls(text, regex_of(text))
+
+    def means(self, name: str, module: nn.Module) -> bool:
+        """Whether a module is meant."""
+        return self.rank(name, module) is not None
+
+    def rank(self, name: str, module: nn.Module) -> int | None:
+        """How narrowly a module is meant, less being narrower; None if it is not."""
+        if self.regex is not None:
+            return _PATTERN if self.regex.match(name) else None
+        if name == self.text:
+            return _EXACT
+        return _CLASS if self.text in _class_names(module) else None
+
+    @property
+    def for_loaders(self) -> str:
+        """The same for compressed-tensors, which knows no wildcards."""
+        return self.text if self.regex is None else f"re:{self.regex.pattern}"
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    bases = [each for each in type(module).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+    return [each.__name__ for each in bases]
 
 
 @dataclass(frozen=True)
@@ -48,113 +84,189 @@ class Targets:
     layers: list[Target] = field(default_factory=list)
     attention: list[tuple[str, nn.Module, QuantizationArgs, bool]] = field(default_factory=list)
     """Attention modules, the format of their keys and values, and whether queries have it, too."""
-    ignored: list[str] = field(default_factory=list)
+    spared: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """Layers that are targets, and yet stay as they are."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the layers that are targets, and yet stay as they are."""
+        return [name for name, _ in self.spared]
 
 
 def resolve_targets(model: nn.Module, modifier: QuantizationModifier) -> Targets:
     """The modules that `modifier` means."""
-    found = Targets()
-    patterns = {target: Pattern.of(target) for group in modifier.groups for target in group.targets}
-    ignores = {name: Pattern.of(name) for name in modifier.ignore}
-    hits: set[str] = set()
-    odd: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, InternalModule) or not name:
-            continue
-        matching = {target for target, pattern in patterns.items() if pattern.means(name, module)}
-        ignoring = {each for each, pattern in ignores.items() if pattern.means(name, module)}
-        hits |= matching | ignoring
-        if _is_attention(module):
-            asked = [
-                group for group in modifier.groups if matching & set(group.targets) and group.scheme.weights is None
-            ]
-            if asked and not ignoring and asked[0].scheme.input_activations is not None:
-                found.attention.append((name, module, asked[0].scheme.input_activations, True))
-            elif modifier.kv_cache is not None and not ignoring:
-                found.attention.append((name, module, modifier.kv_cache, False))
-            continue
-        if not isinstance(module, QUANTIZABLE):
-            if (matching or _is_like_linear(module)) and not ignoring and _has_matrix(module):
-                odd.setdefault(type(module).__name__, []).append(name)
-            continue
-        if matching and ignoring:
-            found.ignored.append(name)
-        elif matching:
-            group = min(modifier.groups, key=lambda group: _rank(group, matching, patterns))
-            found.layers.append(Target(name, module, group.name, group.scheme))
-    if modifier.kv_cache is not None and not found.attention:
-        found.notes.append("kv_cache_scheme: no attention module with a kv cache was found in this model.")
-    for kind, given in (("targets", patterns), ("ignore", ignores)):
-        found.notes += [f"{kind}: '{each}' matches no module." for each in given if each not in hits]
-    found.notes += [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: compressed-tensors has no format for "
-        f"{kind}, so it stays as it is."
-        for kind, names in odd.items()
-    ]
-    return found
+    return _Resolution(model, modifier).run()
 
 
-def check_layers(layers: Iterable[Target]) -> None:
-    """Say no to layers that their scheme does not fit."""
-    for layer in layers:
-        weights, inputs = layer.scheme.weights, layer.scheme.input_activations
-        shape = tuple(layer.module.weight.shape)
-        if isinstance(layer.module, nn.Embedding) and (
-            inputs is not None or layer.scheme.output_activations is not None
-        ):
+class _Resolution:
+    """One walk through a model, with what has been seen on the way."""
+
+    def __init__(self, model: nn.Module, modifier: QuantizationModifier) -> None:
+        self.model = model
+        self.modifier = modifier
+        self.patterns = {text: Pattern.of(text) for group in modifier.groups for text in group.targets}
+        self.ignores = {text: Pattern.of(text) for text in modifier.ignore}
+        self.found = Targets()
+        self.used: set[str] = set()  # targets and ignored names that mean something which could be quantised
+        self.seen: set[str] = set()  # those that mean any module at all
+        self.odd: dict[str, list[str]] = {}  # matrices that there is no format for, by class
+        self.ignored_attention: list[str] = []
+
+    def run(self) -> Targets:
+        for name, module in _modules(self.model):
+            matching = {text for text, pattern in self.patterns.items() if pattern.means(name, module)}
+            ignoring = {text for text, pattern in self.ignores.items() if pattern.means(name, module)}
+            self.seen |= matching | ignoring
+            if _is_attention(module):
+                self.used |= ignoring
+                self._take_attention(name, module, is_ignored=bool(ignoring))
+            elif isinstance(module, QUANTIZABLE):
+                self.used |= matching | ignoring
+                self._take_layer(name, module, is_ignored=bool(ignoring))
+            elif _has_matrix(module) and (matching or ignoring or _is_like_linear(module)):
+                self.used |= matching | ignoring
+                if not ignoring:
+                    self.odd.setdefault(type(module).__name__, []).append(name)
+        self._check_attention()
+        self.found.notes += self._notes()
+        return self.found
+
+    def _group(self, name: str, module: nn.Module, groups: Sequence[Group]) -> Group | None:
+        """The one of some groups whose scheme the module gets."""
+        ranked = [
+            (rank, place, group)
+            for place, group in enumerate(groups)
+            for text in group.targets
+            if (rank := self.patterns[text].rank(name, module)) is not None
+        ]
+        return min(ranked, key=lambda each: each[:2])[2] if ranked else None
+
+    def _take_layer(self, name: str, module: nn.Module, *, is_ignored: bool) -> None:
+        group = self._group(name, module, self.modifier.groups)
+        if group is None:
+            return
+        if is_ignored or group.is_left_alone:
+            self.found.spared.append((name, module))
+        else:
+            self.found.layers.append(Target(name, module, group.name, group.scheme))
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+
+    def _take_attention(self, name: str, module: nn.Module, *, is_ignored: bool) -> None:
+        group = self._group(name, module, [each for each in self.modifier.groups if self._is_narrow(each, name)])
+        if group is not None and not group.is_left_alone:
+            self.used |= {text for text in group.targets if self.patterns[text].means(name, module)}
+            if not is_ignored:
+                self.found.attention.append((name, module, _attention_args(name, group), True))
+                return
+        if self.modifier.kv_cache is not None:
+            self.found.attention.append((name, module, self.modifier.kv_cache, False))
+        if is_ignored:
+            self.ignored_attention.append(name)
+
+    def _is_narrow(self, group: Group, name: str) -> bool:
+        """Whether the module itself is meant, and not the layers in it: loaders see it so."""
+        listed = [self.patterns[text].for_loaders for text in group.targets]
+        return bool(is_narrow_match(self.model, listed, name))
+
+    def _check_attention(self) -> None:
+        """A checkpoint has one format for the keys and values of all attention modules, or none."""
+        taken = self.found.attention
+        if not taken:
+            return
+        formats = [args for _, _, args, _ in taken]
+        names = {name for name, *_ in taken}
+        left = next((name for name, each in _modules(self.model) if _is_attention(each) and name not in names), None)
+        if left is not None:
             raise ModelError(
-                f"{layer.name}: what goes into an embedding are token ids, which have no scale. Give it a scheme of "
-                "weights alone, such as W8A16, or ignore it."
+                f"{left}: loaders expect scales of keys and values in all attention modules or in none, and this one "
+                f"would have none. Widen the targets, or ignore less."
             )
-        for args, what in ((weights, "weight"), (inputs, "input")):
-            if args is None or strategy_of(args) not in ("group", "tensor_group", "block"):
-                continue
-            size = args.block_structure[1] if strategy_of(args) == "block" else args.group_size
-            try:
-                check_divides(shape[-1], int(size))
-            except LayoutError as error:
-                raise error.at(f"{layer.name}.{what}") from None
+        other = next((name for name, _, args, _ in taken if args != formats[0]), None)
+        if other is not None:
+            raise ModelError(
+                f"{other}: its keys and values have another format than those of {taken[0][0]}, and a checkpoint has "
+                "one for all. Use one format."
+            )
+
+    # ---- notes -----------------------------------------------------------------------------------------------------
+
+    def _notes(self) -> Iterator[str]:
+        if self.modifier.kv_cache is not None:
+            if not self.found.attention:
+                yield "kv_cache_scheme: no attention module with a kv cache was found in this model."
+            elif self.ignored_attention:
+                yield (
+                    f"{_first_of(self.ignored_attention)}: ignored, but a checkpoint has one kv_cache_scheme for all, "
+                    "so keys and values are quantised here, too."
+                )
+        for field_name, patterns in (("targets", self.patterns), ("ignore", self.ignores)):
+            yield from (self._unused(field_name, text) for text in patterns if text not in self.used)
+        served = {layer.group for layer in self.found.layers}
+        for group in self.modifier.groups:
+            is_meant = any(text in self.used for text in group.targets)
+            if is_meant and not group.is_left_alone and group.scheme.weights is not None and group.name not in served:
+                yield (
+                    f"targets {', '.join(group.targets)}: all that they mean is ignored, or belongs to other groups."
+                )
+        for kind, names in self.odd.items():
+            yield f"{_first_of(names)}: compressed-tensors has no format for {kind}, so it stays as it is."
+
+    def _unused(self, field_name: str, text: str) -> str:
+        """What to say of an entry that changes nothing."""
+        says, names = f"{field_name}: '{text}' matches no module", [name for name, _ in _modules(self.model)]
+        if text in self.seen:
+            inside = f" For the layers inside of it write '{text}.*'." if text in names else ""
+            return f"{says} that could be quantised, only such as hold others.{inside}"
+        if Pattern.of(text).regex is not None:
+            return f"{says}."
+        if any(name.endswith(f".{text}") for name in names):
+            return f"{says}. Write '*.{text}' for names that end so."
+        classes = {each for _, module in _modules(self.model) for each in _class_names(module)}
+        return f"{says}.{did_you_mean(text, {*classes, *(name.rpartition('.')[2] for name in names)})}"
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """One target or ignored name, ready to be compared. `specificity` is least for exact names."""
-
-    text: str
-    regex: re.Pattern[str] | None
-    specificity: int
-
-    @classmethod
-    def of(cls, text: str) -> Pattern:
-        """The pattern that a recipe's text stands for."""
-        if text.startswith("re:"):
-            try:
-                return cls(text, re.compile(text.removeprefix("re:")), 1)
-            except re.error as error:
-                raise RecipeError(f"'{text}' is not a regular expression: {error}.") from None
-        if _WILDCARDS.search(text):
-            return cls(text, re.compile(rf"(?:.*\.)?{translate(text)}"), 1)
-        return cls(text, None, 2 if text.isidentifier() and text[:1].isupper() else 0)
-
-    def means(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is meant."""
-        if self.regex is not None:
-            return self.regex.match(name) is not None
-        return name == self.text or any(each.__name__ == self.text for each in type(module).__mro__[:-2])
-
-    @property
-    def for_loaders(self) -> str:
-        """The same for compressed-tensors, which knows no wildcards."""
-        return f"re:{self.regex.pattern}" if self.regex is not None else self.text
+def join_targets(several: Sequence[Targets]) -> Targets:
+    """What several modifiers mean, as one; their groups get names that tell them apart."""
+    joined = Targets()
+    for i, each in enumerate(several):
+        names = {layer.name for layer in joined.layers}
+        twice = next((layer.name for layer in each.layers if layer.name in names), None)
+        if twice is not None:
+            raise RecipeError(f"{twice}: two modifiers of one stage mean it. Use ignore, or narrower targets.")
+        joined.layers += [replace(layer, group=f"{i}.{layer.group}") for layer in each.layers]
+        joined.attention += each.attention
+        joined.spared += each.spared
+        joined.notes += each.notes
+    names = {layer.name for layer in joined.layers}
+    joined.spared = [(name, module) for name, module in joined.spared if name not in names]
+    return joined
 
 
-def _rank(group: Group, matching: set[str], patterns: dict[str, Pattern]) -> int:
-    return min((patterns[each].specificity for each in group.targets if each in matching), default=9)
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if name and not isinstance(module, InternalModule))
 
 
 def _is_attention(module: nn.Module) -> bool:
     return bool(is_cached_attention_module(module))
+
+
+def _attention_args(name: str, group: Group) -> QuantizationArgs:
+    """The format of queries, keys and values."""
+    args = group.scheme.input_activations
+    if args is None or group.scheme.weights is not None or group.scheme.output_activations is not None:
+        raise RecipeError(
+            f"{name}: an attention module has queries, keys and values, and no weights. Give it a group of "
+            "input_activations alone."
+        )
+    if args.dynamic:
+        raise RecipeError(f"{name}: the scales of attention states are static. Set dynamic to false.")
+    try:
+        check_strategy("q", args)
+    except LayoutError as error:
+        raise RecipeError(f"{name}: {error}") from None
+    return args
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -166,6 +278,46 @@ def _is_like_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def check_layers(layers: Iterable[Target]) -> None:
+    """Say no to layers that their scheme does not fit."""
+    for layer in layers:
+        scheme = layer.scheme
+        if isinstance(layer.module, nn.Embedding) and (scheme.input_activations or scheme.output_activations):
+            raise ModelError(
+                f"{layer.name}: what goes into an embedding are token ids, which have no scale. Give it a scheme of "
+                "weights alone, such as W8A16, or ignore it."
+            )
+        weight = layer.module.weight
+        assert isinstance(weight, Tensor)
+        rows, columns = weight.shape[-2:]
+        parts = (
+            ("weight", scheme.weights, columns),
+            ("input", scheme.input_activations, columns),
+            ("output", scheme.output_activations, rows),
+        )
+        for base_name, args, width in parts:
+            if args is not None:
+                _check_fits(args, base_name, width, layer.name)
+
+
+def _check_fits(args: QuantizationArgs, base_name: str, width: int, name: str) -> None:
+    try:
+        check_strategy(base_name, args)
+        if strategy_of(args) == "block":
+            check_divides(width, int(args.block_structure[1]))
+        elif strategy_of(args) in ("group", "tensor_group"):
+            check_divides(width, int(args.group_size))
+    except LayoutError as error:
+        raise error.at(f"{name}.{base_name}") from None
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
 def loader_targets(targets: Targets) -> dict[str, list[str]]:
     """For each group, targets by which compressed-tensors gives each layer the scheme that it has here.
 
@@ -174,39 +326,57 @@ def loader_targets(targets: Targets) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for layer in targets.layers:
         groups.setdefault(layer.group, [Pattern.of(each).for_loaders for each in layer.scheme.targets])
-    every = {each: group for group, listed in reversed(groups.items()) for each in listed}
-    for layer in targets.layers:
-        chosen = match_targets(layer.name, layer.module, list(every))
-        if not chosen or every[chosen[0]] != layer.group:
-            return {group: [each.name for each in targets.layers if each.group == group] for group in groups}
-    return groups
+    if _choose_alike(targets, groups):
+        return groups
+    return {group: [each.name for each in targets.layers if each.group == group] for group in groups}
+
+
+def _choose_alike(targets: Targets, groups: dict[str, list[str]]) -> bool:
+    """Whether loaders that are given these targets find each layer's own group, and nothing else."""
+    every: dict[str, str] = {each: group for group, listed in groups.items() for each in listed}
+    every |= {type(module).__name__: "attention" for _, module, _, queries in targets.attention if queries}
+    owned = [(layer.name, layer.module, layer.group) for layer in targets.layers]
+    owned += [(name, module, "attention") for name, module, _, queries in targets.attention if queries]
+    for name, module, group in owned:
+        chosen = match_targets(name, module, list(every))
+        if not chosen or every[chosen[0]] != group:
+            return False
+    # A checkpoint lists the layers that it ignores, but only those of classes that it quantises somewhere.
+    listed = {type(module).__name__ for _, module, _ in owned}
+    return not any(
+        type(module).__name__ not in listed and match_targets(name, module, list(every))
+        for name, module in targets.spared
+    )
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 def largest_blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     """The names of the blocks that a model is made of: the members of its largest repeated lists of modules.
 
     Of lists within lists the outermost count, so experts of a layer are no blocks. A list counts if one of the layers
-    that are meant is in it.
+    that are meant is in it; where none has two members, those of one do.
     """
     lists = [
-        (name, module)
+        (f"{name}." if name else "", module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and _is_repeated(module)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for each in module for _ in each.children())
     ]
-    outermost = [
-        (name, module)
-        for name, module in lists
-        if not any(name.startswith(f"{other}.") for other, _ in lists if other != name)
-    ]
-    blocks: list[str] = []
-    for name, module in outermost:
-        prefix = f"{name}." if name else ""
-        if any(each.startswith(prefix) for each in names):
-            blocks += [f"{prefix}{key}" for key in module._modules]
-    return blocks
+    repeated = [(prefix, module) for prefix, module in lists if _is_repeated(module)]
+    return _members(repeated, names) or _members([each for each in lists if len(each[1]) == 1], names)
 
 
-def _is_repeated(modules: nn.Module) -> bool:
-    """Whether its members are of one class, and are more than single operations."""
-    members = list(modules.children())
-    return len({type(each) for each in members}) == 1 and any(True for _ in members[0].children())
+def _members(lists: Sequence[tuple[str, nn.ModuleList | nn.Sequential]], names: Sequence[str]) -> list[str]:
+    blocks: dict[int, str] = {}  # a module that is used twice is one block
+    for prefix, modules in lists:
+        is_inside = any(prefix.startswith(other) for other, _ in lists if other != prefix)
+        if not is_inside and any(each.startswith(prefix) for each in names):
+            for key, member in modules.named_children():
+                blocks.setdefault(id(member), f"{prefix}{key}")
+    return list(blocks.values())
+
+
+def _is_repeated(modules: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether a class comes more than once among its members."""
+    return len({type(each) for each in modules}) < len(modules)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationStatus
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from scalewright.checkpoint.loading import without_bars
 from scalewright.errors import OutputError
 from scalewright.modifiers.layers import QuantizedLayer
 
@@ -67,14 +69,16 @@ def save_checkpoint(
     layers: Iterable[QuantizedLayer],
     path: Path,
     *,
-    recipe: str,
+    files: Mapping[str, str],
     companions: Iterable[Any] = (),
-    source: Path | None = None,
 ) -> None:
-    """Write `model`, whose `layers` are quantised, to the folder `path`; `companions` are a tokenizer and the like."""
-    with written_whole(path) as draft:
+    """Write `model`, whose `layers` are quantised, to the folder `path`.
+
+    `companions` are a tokenizer and the like, `files` are texts to write beside.
+    """
+    with written_whole(path) as draft, without_bars():
         state = _stored_tensors(model, layers)
-        if hasattr(model, "save_pretrained"):
+        if isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(draft, state_dict=state, max_shard_size=_SHARD)
         else:
             save_file(
@@ -85,7 +89,8 @@ def save_checkpoint(
         for each in companions:
             each.save_pretrained(draft)
         _write_config(model, draft)
-        (draft / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        for name, text in files.items():
+            (draft / name).write_text(text, encoding="utf-8")
 
 
 def _stored_tensors(model: nn.Module, layers: Iterable[QuantizedLayer]) -> dict[str, Tensor]:

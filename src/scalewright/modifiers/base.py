@@ -5,10 +5,12 @@ A modifier says what is to be done to a model. It is plain data: it holds no mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, ClassVar
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+import torch
 from pydantic import BaseModel
 
 from scalewright.errors import RecipeError, did_you_mean
@@ -20,8 +22,6 @@ class Modifier:
     fields: ClassVar[Mapping[str, str]] = {}
     """The keywords that a modifier takes, with a line of help each."""
 
-    _known: ClassVar[dict[str, type[Modifier]]] = {}
-
     def __init__(self, **given: Any) -> None:
         unknown = next((name for name in given if name not in self.fields), None)
         if unknown is not None:
@@ -30,11 +30,9 @@ class Modifier:
                 f"It has: {', '.join(self.fields)}.",
                 key=(unknown,),
             )
-        self.given: dict[str, Any] = {name: as_plain_data(value) for name, value in given.items() if value is not None}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        Modifier._known[cls.__name__] = cls
+        self.given: dict[str, Any] = {
+            name: as_plain_data(value, name) for name, value in given.items() if value is not None
+        }
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
@@ -43,29 +41,87 @@ class Modifier:
         return type(other) is type(self) and isinstance(other, Modifier) and other.given == self.given
 
     def __hash__(self) -> int:
-        return hash((type(self), repr(self.given)))
+        return hash((type(self), frozenset(self.given)))
 
     @staticmethod
     def class_named(name: str) -> type[Modifier]:
         """The modifier class of that name."""
-        if name not in Modifier._known:
+        known = Modifier.classes()
+        if name not in known:
             raise RecipeError(
-                f"there is no modifier '{name}'.{did_you_mean(name, Modifier._known)} "
-                f"Modifiers: {', '.join(sorted(Modifier._known))}."
+                f"there is no modifier '{name}'.{did_you_mean(name, known)} Modifiers: {', '.join(sorted(known))}."
             )
-        return Modifier._known[name]
+        return known[name]
+
+    @classmethod
+    def classes(cls) -> dict[str, type[Modifier]]:
+        """All modifier classes that have been imported, by name."""
+        found: dict[str, type[Modifier]] = {}
+        for child in cls.__subclasses__():
+            found |= {child.__name__: child, **child.classes()}
+        return found
 
 
-def as_plain_data(value: Any) -> Any:
-    """`value` in lists, dicts, strings, numbers and booleans: what YAML and JSON can hold."""
-    if isinstance(value, QuantizationArgs | QuantizationScheme):
-        return as_plain_data(value.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+def as_plain_data(value: Any, *key: str | int) -> Any:
+    """`value`, which stands under `key`, in lists, dicts, strings, numbers and booleans: what YAML and JSON can hold.
+
+    Of pydantic models it has the fields that were set.
+    """
     if isinstance(value, BaseModel):
-        return as_plain_data(value.model_dump(mode="json"))
+        fields = [name for name in type(value).model_fields if name in value.model_fields_set]
+        value = {name: getattr(value, name) for name in fields if getattr(value, name) is not None}
     if isinstance(value, Mapping):
-        return {str(key): as_plain_data(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [as_plain_data(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
+        odd = next((each for each in value if not isinstance(each, str)), None)
+        if odd is not None:
+            raise RecipeError(f"{_shown(key)}: {odd!r} is no name. Use text for the names of entries.", key=key)
+        return {str(name): as_plain_data(each, *key, name) for name, each in value.items()}
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return [as_plain_data(each, *key, i) for i, each in enumerate(value)]
+    if isinstance(value, Enum):
+        return as_plain_data(value.value, *key)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if value is None or isinstance(value, bool):
         return value
-    raise RecipeError(f"{value!r} ({type(value).__name__}) has no place in a recipe. Use plain values.")
+    for kind in (int, float, str):  # numpy's numbers are some of these, and YAML does not know them
+        if isinstance(value, kind):
+            return kind(value)
+    raise RecipeError(
+        f"{_shown(key)}: {value!r} ({type(value).__name__}) has no place in a recipe. Use plain values.", key=key
+    )
+
+
+def regex_of(target: str) -> re.Pattern[str] | None:
+    """What a module's name must match from its beginning, for `re:` patterns and shell wildcards; None for plain names.
+
+    A wildcard is compared with the whole name, or with all that follows one of its dots. Loaders read the pattern from
+    the checkpoint, so it keeps to what every Python knows (fnmatch's own does not).
+    """
+    if target.startswith("re:"):
+        try:
+            return re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise RecipeError(f"'{target}' is not a regular expression: {error}.") from None
+    parts = re.split(r"(\*|\?|\[!?[^\]]+\])", target)
+    if len(parts) == 1:
+        return None
+    wild = {"*": ".*", "?": "."}
+    parts = [
+        wild.get(part) or f"[{'^' if part[1] == '!' else ''}{_members(part)}]" if i % 2 else re.escape(part)
+        for i, part in enumerate(parts)
+    ]
+    try:
+        return re.compile(rf"(?:.*\.)?{''.join(parts)}$")
+    except re.error as error:
+        raise RecipeError(f"'{target}' is not a wildcard: {error}.") from None
+
+
+def _members(brackets: str) -> str:
+    """The inside of `[abc]` or `[!a-c]`, for a regular expression."""
+    return re.sub(r"([\\^\[&~|])", r"\\\1", brackets[1:-1].removeprefix("!"))
+
+
+def _shown(key: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, key))

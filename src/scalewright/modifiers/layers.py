@@ -1,4 +1,4 @@
-"""One layer on its way to few bits: observers on, values seen, scales found, weights rounded, observers off.
+"""One layer on its way to few bits: observers on, values seen, scales found, weight rounded, observers off.
 
 What is stored is computed once, by compressed-tensors, and the module's weight becomes what a loader will read back. So
 the model in memory and the checkpoint are the same numbers.
@@ -7,13 +7,20 @@ the model in memory and the checkpoint are the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
+from compressed_tensors.modeling import (
+    IMPL_ATTR,
+    KV_CACHE_ATTR,
+    initialize_hooked_attention,
+    initialize_hooked_kv_cache,
+)
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -22,35 +29,42 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.utils import get_direct_state_dict
 from torch import Tensor, nn
+from typing_extensions import override
 
 from scalewright.errors import CalibrationError
+from scalewright.modifiers.figures import above_optimum, gain_over_minmax
 from scalewright.modifiers.quantization import observers_of
+from scalewright.modifiers.shown import Shown
 from scalewright.numerics.measure import signal_to_noise
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.base import QParamsDict
-from scalewright.observers.importance import ImportanceObserver
+from scalewright.observers.importance import ImportanceObserver, sum_squares
 
 _SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
 _POOR_DB = 20.0  # an output that keeps less, and
 _WORTH_DB = 6.0  # would gain more by dynamic scales, is named
 
+See = Callable[[Shown], object]
+
 
 @dataclass
 class QuantizedLayer:
-    """What became of a layer, for the table and the report; decibels are of signal to noise."""
+    """What became of a layer, for the table and the report. Decibels are of signal to noise."""
 
     name: str
     scheme: QuantizationScheme
     observers: dict[str, str]
+    """The name of the observer of each part: weight, input, output, q, k, v."""
     shape: tuple[int, ...]
     compressed: dict[str, Tensor] = field(repr=False)
-    """The tensors of the checkpoint, by their names within the module."""
+    """The tensors of the checkpoint, by their names within the module; none if they are those of the module."""
     weight_db: float | None = None
-    output_db: float | None = None
     gain_db: float | None = None
-    """How much better than min-max's the weights are."""
+    """By how much the weight's squared error is less than that of min-max, on a sample."""
+    output_db: float | None = None
+    """Of the layer's output, on tokens that were seen in calibration."""
     above_optimum: float | None = None
-    """How much more the weights lose than the least possible, as a share of it, on a sample of groups."""
+    """How much more the weight loses than the least possible, as a share of it, on a sample."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,7 +77,7 @@ class WatchedLayer:
         self.scheme = scheme.model_copy(deep=True)
         self.observers: dict[str, Observer] = {}
         self._sample: list[Tensor] = []
-        self._num_sampled = 0
+        self._has_data = False
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
@@ -77,89 +91,85 @@ class WatchedLayer:
         for base_name, observer in self.observers.items():
             observer.label = f"{self.name}.{base_name}"
             setattr(self.module, f"{base_name}_observer", observer)
-            if self.importance is not observer or hasattr(self.module, "_imatrix_sum"):
+            # Importance is shown (`sees`), so that masks are known, unless somebody has collected it before.
+            if observer is not self.importance or hasattr(self.module, "_imatrix_sum"):
                 observer.attach(self.module)
 
     def stop(self) -> None:
         """Take them off; nothing of them stays."""
         for base_name, observer in self.observers.items():
-            observer.detach(self.module)
             if hasattr(self.module, f"{base_name}_observer"):
                 delattr(self.module, f"{base_name}_observer")
+            observer.detach(self.module)
         for name in ("_imatrix_sum", "_imatrix_count"):
             if hasattr(self.module, name):
                 delattr(self.module, name)
         self.observers = {}
+        self._sample = []
 
     @property
     def importance(self) -> ImportanceObserver | None:
-        """The observer of the weight, if it wants to see inputs, too."""
+        """The observer of the weight, if it wants to see inputs, too; those of an embedding say nothing."""
         observer = self.observers.get("weight")
-        return observer if isinstance(observer, ImportanceObserver) and observer.wants_inputs else None
+        if not isinstance(observer, ImportanceObserver) or isinstance(self.module, nn.Embedding):
+            return None
+        return observer if observer.wants_inputs else None
 
     @property
     def wants_data(self) -> bool:
         """Whether anything but the weight has to be seen."""
         return self.importance is not None or any(base_name != "weight" for base_name in self.observers)
 
-    def sees(self) -> Iterator[tuple[str, Callable[[Tensor, Tensor | None], None]]]:
+    def sees(self) -> Iterator[tuple[str, See]]:
         """What of the module must be shown to whom while data flows."""
-        for base_name in ("input", "output"):
-            if base_name in self.observers:
-                observer = self.observers[base_name]
-                yield base_name, lambda value, mask, observer=observer: observer(value, mask=mask)
+        self._has_data = True
+        yield from (
+            (base_name, _shown_to(self.observers[base_name])) for base_name in _ACTIVATIONS & self.observers.keys()
+        )
         importance = self.importance
         if importance is not None:
-            yield "input", lambda value, mask: importance.observe_input(value, mask=mask)
+            yield "input", lambda shown: importance.add_squares(*shown.once("squares", lambda: _squares(shown)))
         if isinstance(self.module, nn.Linear):
             yield "input", self._keep_some
 
-    def _keep_some(self, value: Tensor, mask: Tensor | None) -> None:
-        if self._num_sampled >= _SAMPLE_TOKENS or not value.is_floating_point():
-            return
-        tokens = value.reshape(-1, value.shape[-1]) if mask is None else value[mask.bool()]
-        self._sample.append(tokens[: _SAMPLE_TOKENS - self._num_sampled].clone())
-        self._num_sampled += len(self._sample[-1])
+    def _keep_some(self, shown: Shown) -> None:
+        room = _SAMPLE_TOKENS - sum(len(each) for each in self._sample)
+        if room > 0:
+            self._sample.append(shown.once("sample", lambda: _sample(shown))[:room])
 
     # ---- quantising --------------------------------------------------------------------------------------------------
 
     def observe_weight(self) -> None:
-        """Show the weight to its observer; importance must be there by now."""
+        """Show the weight to its observer; what it wants to know of inputs must have been seen by now."""
         if "weight" in self.observers:
             self.observers["weight"](self.module.weight)
 
     @torch.no_grad()
     def finish(self) -> QuantizedLayer:
         """Find the qparams, write them on the module, and make its weight what will be read back."""
-        module, original = self.module, self.module.weight.detach()
-        qparams = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
-        notes = [note for observer in self.observers.values() for note in observer.notes()]
-        expected = self._output()
-        initialize_module_for_quantization(module, self.scheme, force_zero_point=False)
-        for base_name, found in qparams.items():
-            for kind, value in found.items():
-                parameter = getattr(module, f"{base_name}_{kind}", None)
-                if parameter is not None and value is not None:
-                    parameter.data.copy_(value.reshape(parameter.shape))
+        original = self.weight.detach()
+        layer = self._quantized_layer(tuple(original.shape))
+        before = self._output()
+        qparams = self._write_qparams()
         compressor = BaseCompressor.get_value_from_registry(self.format.value)
-        compressed = compressor.compress(get_direct_state_dict(module), self.scheme)
-        if self.scheme.weights is not None:
-            restored = compressor.decompress(dict(compressed), self.scheme)["weight"]
-            module.weight = nn.Parameter(restored.to(original.dtype), requires_grad=False)
-        module.quantization_status = QuantizationStatus.DECOMPRESSED
-        layer = QuantizedLayer(
-            self.name,
-            self.scheme,
-            {base_name: observer._observer_name for base_name, observer in self.observers.items()},
-            tuple(original.shape),
-            {name: each for name, each in compressed.items() if isinstance(each, Tensor)},
-            notes=notes,
-        )
-        if self.scheme.weights is not None:
-            layer.weight_db = signal_to_noise(original, module.weight)
-        if expected is not None:
-            layer.output_db = signal_to_noise(expected, self._output())
-            layer.notes += self._loses_by_static_scales(expected, layer.output_db)
+        compressed = compressor.compress(get_direct_state_dict(self.module), self.scheme)
+        layer.compressed = {name: each for name, each in compressed.items() if isinstance(each, Tensor)}
+        args = self.scheme.weights
+        if args is not None:
+            restored = compressor.decompress(compressed, self.scheme)["weight"].to(original.dtype)
+            self.module.weight = nn.Parameter(restored, requires_grad=False)
+            global_scale = qparams["weight"]["global_scale"]
+            importance = None if self.importance is None else self.importance.channel_importance
+            layer.weight_db = signal_to_noise(original, restored)
+            layer.gain_db = gain_over_minmax(original, restored, args, global_scale=global_scale)
+            layer.above_optimum = above_optimum(
+                original, restored, args, importance=importance, global_scale=global_scale
+            )
+        self.module.quantization_status = QuantizationStatus.DECOMPRESSED
+        after = self._output()
+        if before is not None and after is not None:
+            layer.output_db = signal_to_noise(before, after)
+            layer.notes += self._loses_by_static_scales(before, layer.output_db)
         return layer
 
     @property
@@ -167,32 +177,63 @@ class WatchedLayer:
         """How the layer is stored."""
         if self.scheme.format is None:
             self.scheme.format = infer_module_format(type(self.module), self.scheme)
+            # transformers cannot load packed embeddings, and 8 bits gain nothing by it.
+            args = self.scheme.weights
+            if isinstance(self.module, nn.Embedding) and args is not None and (args.type, args.num_bits) == ("int", 8):
+                self.scheme.format = CompressionFormat.int_quantized
         return CompressionFormat(self.scheme.format)
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's weight."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
+        names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}
+        notes = [note for observer in self.observers.values() for note in observer.notes()]
+        if self._has_data and self.importance is not None and self.importance.channel_importance is None:
+            notes.append(f"{self.name}: saw 0 tokens in calibration, so all errors of its weight count the same.")
+        return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
+
+    def _write_qparams(self) -> dict[str, QParamsDict]:
+        """Put the qparams of all observers on the module."""
+        found = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
+        initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
+        for base_name, qparams in found.items():
+            for kind in ("scale", "zero_point", "global_scale"):
+                parameter, value = getattr(self.module, f"{base_name}_{kind}", None), qparams.get(kind)
+                if isinstance(parameter, Tensor) and isinstance(value, Tensor):
+                    parameter.data.copy_(value.reshape(parameter.shape))
+        return found
 
     def _qparams(self, observer: Observer) -> QParamsDict:
         if not observer.has_statistics:
             raise CalibrationError(
-                f"{self.name}: saw 0 tokens in calibration, so it has no {observer.base_name} scale. Add samples, or make "
-                "its activations dynamic."
+                f"{self.name}: saw 0 tokens in calibration, so it has no {observer.base_name} scale. Add samples, or "
+                "make its activations dynamic."
             )
         return observer.get_qparams()
 
     def _output(self) -> Tensor | None:
         if not self._sample or not isinstance(self.module, nn.Linear):
             return None
-        return self.module(torch.cat(self._sample))
+        output: Tensor = self.module.forward(torch.cat(self._sample))  # past all hooks
+        return output
 
-    def _loses_by_static_scales(self, expected: Tensor, output_db: float) -> list[str]:
+    def _loses_by_static_scales(self, before: Tensor, output_db: float) -> list[str]:
         """A note if one scale for all tokens costs much, and one for each would not."""
         inputs = self.scheme.input_activations
         if inputs is None or inputs.dynamic or inputs.type != "int" or output_db > _POOR_DB:
             return []
         by_token = inputs.model_copy(update={"strategy": "token", "dynamic": True})
-        self.module.quantization_scheme = self.scheme.model_copy(update={"input_activations": by_token})
-        try:
-            dynamic_db = signal_to_noise(expected, self._output())
-        finally:
-            self.module.quantization_scheme = self.scheme
+        dynamic: Any = self.scheme.model_copy(update={"input_activations": by_token})
+        self.module.quantization_scheme = dynamic
+        after = self._output()
+        self.module.quantization_scheme = self.scheme
+        assert after is not None
+        dynamic_db = signal_to_noise(before, after)
         if dynamic_db < output_db + _WORTH_DB:
             return []
         return [
@@ -210,45 +251,91 @@ class WatchedAttention(WatchedLayer):
         super().__init__(name, module, QuantizationScheme(targets=[type(module).__name__], input_activations=args))
         self._model = model
         self._base_names = ("q", "k", "v") if queries else ("k", "v")
+        self._undo = ExitStack()
 
+    @override
     def new_observers(self) -> dict[str, Observer]:
-        """One for each of the states."""
         args = self.scheme.input_activations
+        assert args is not None
         return {base_name: make_observer(base_name, args) for base_name in self._base_names}
 
+    @override
     def start(self) -> None:
-        """Put observers where attention states can be seen."""
-        if "q" in self._base_names:
-            initialize_hooked_attention(self._model, self.module)
-        else:
-            initialize_hooked_kv_cache(self._model, self.module)
+        self._undo = _as_before(self._model, self.module)
+        initialize = initialize_hooked_attention if "q" in self._base_names else initialize_hooked_kv_cache
+        initialize(self._model, self.module)
         self.observers = self.new_observers()
         for base_name, observer in self.observers.items():
             observer.label = f"{self.name}.{base_name}"
 
+    @override
     def stop(self) -> None:
-        """Let go of the observers."""
+        """Let go of the observers, and of the module's changes unless it is quantised by now."""
         self.observers = {}
+        self._undo.close()
 
-    def sees(self) -> Iterator[tuple[str, Callable[[Tensor, Tensor | None], None]]]:
-        """Queries, keys and values."""
-        for base_name, observer in self.observers.items():
-            yield base_name, lambda value, mask, observer=observer: observer(value, mask=mask)
+    @override
+    def sees(self) -> Iterator[tuple[str, See]]:
+        yield from ((base_name, _shown_to(observer)) for base_name, observer in self.observers.items())
 
+    @override
     def observe_weight(self) -> None:
         """There is none."""
 
+    @override
     @torch.no_grad()
     def finish(self) -> QuantizedLayer:
-        """Find the qparams and write them on the module, which uses them from now on."""
-        qparams = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
-        notes = [note for observer in self.observers.values() for note in observer.notes()]
-        initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
-        for base_name, found in qparams.items():
-            for kind, value in found.items():
-                parameter = getattr(self.module, f"{base_name}_{kind}", None)
-                if parameter is not None and value is not None:
-                    parameter.data.copy_(value.reshape(parameter.shape))
+        layer = self._quantized_layer(())
+        self._write_qparams()
         self.module.quantization_status = QuantizationStatus.FROZEN
-        names = {base_name: observer._observer_name for base_name, observer in self.observers.items()}
-        return QuantizedLayer(self.name, self.scheme, names, (), {}, notes=notes)
+        self._undo.pop_all()
+        return layer
+
+
+_ACTIVATIONS = {"input", "output"}
+
+
+def _as_before(model: nn.Module, attention: nn.Module) -> ExitStack:
+    """On closing, compressed-tensors' hooks on an attention module are taken off again."""
+    stack = ExitStack()
+    hooks = set(attention._forward_pre_hooks)
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    missing = [name for name in (KV_CACHE_ATTR, IMPL_ATTR) if not hasattr(attention, name)]
+
+    def undo() -> None:
+        for key in set(attention._forward_pre_hooks) - hooks:
+            del attention._forward_pre_hooks[key], attention._forward_pre_hooks_with_kwargs[key]
+        for name in missing:
+            attention._modules.pop(name, None)
+        config: Any = getattr(model, "config", None)
+        if implementation is not None and config._attn_implementation != implementation:
+            set_implementation: Any = model.set_attn_implementation
+            set_implementation(implementation)
+
+    stack.callback(undo)
+    return stack
+
+
+def _shown_to(observer: Observer) -> See:
+    """Shows values to an observer. Where several with equal arguments are shown one tensor, it is looked at once."""
+    if observer.ordered:  # what came before matters
+        return lambda shown: observer(shown.value, mask=shown.mask)
+    key = (type(observer), observer.base_name, observer.args.model_dump_json())
+
+    def look(shown: Shown) -> Observer:
+        alone = type(observer)(observer.base_name, observer.args)
+        alone.label = observer.label
+        alone(shown.value, mask=shown.mask)
+        return alone
+
+    return lambda shown: observer.merge(shown.once(key, lambda: look(shown)))
+
+
+def _squares(shown: Shown) -> tuple[Tensor, int]:
+    return sum_squares(shown.value, mask=shown.mask)
+
+
+def _sample(shown: Shown) -> Tensor:
+    value, mask = shown.value, shown.mask
+    tokens = value.reshape(-1, value.shape[-1]) if mask is None else value[mask.bool()]
+    return tokens[:_SAMPLE_TOKENS].clone()

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import ValidationError
 
-from scalewright.errors import KnobError, RecipeError, ScalewrightError, UnknownObserverError, did_you_mean
-from scalewright.modifiers.base import Modifier
+from scalewright.errors import KnobError, LayoutError, RecipeError, UnknownObserverError, did_you_mean
+from scalewright.modifiers.base import Modifier, regex_of
 from scalewright.modifiers.schemes import scheme_named, wants_values
+from scalewright.numerics.layout import check_strategy, strategy_of
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.importance import ImportanceObserver
+from scalewright.observers.knobs import parse_knobs
 
-_PARTS = ("weights", "input_activations", "output_activations")
 _BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
+_PARTS = tuple(_BASE_NAMES)
+_CHOICES = {
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"),
+    "actorder": ("weight", "static"),
+    "dynamic": ("local",),
+    "format": tuple(each.value for each in CompressionFormat if each != CompressionFormat.mixed_precision),
+}
+_INT_BITS = range(2, 9)
+
+Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,22 @@ class Group:
 
     @property
     def targets(self) -> list[str]:
+        """The targets as the recipe has them."""
         return list(self.scheme.targets)
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the modules of the group stay as they are."""
+        return all(getattr(self.scheme, part) is None for part in _PARTS)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The format of one kind of tensor, and where in the modifier it stands."""
+
+    args: QuantizationArgs
+    base_name: str
+    key: Key
 
 
 class QuantizationModifier(Modifier):
@@ -47,195 +75,297 @@ class QuantizationModifier(Modifier):
         "input_activations": "the same of inputs",
         "output_activations": "the same of outputs",
         "kv_cache_scheme": "the same of keys and values",
-        "weight_observer": "the observer of weights: its name, or {name, knob, ...}",
-        "activation_observer": "the observer of static activations, and of keys and values",
+        "weight_observer": "the observer of weights that name none: its name, or {name, knob, ...}",
+        "activation_observer": "the same of static activations, and of keys and values",
     }
+
+    orders_columns: ClassVar[bool] = False
+    """Whether `actorder` means something to it."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.ignore = _names(self.given.get("ignore", []), "ignore")
+        self.ignore = _names(self.given.get("ignore", []), ("ignore",))
         self.groups = tuple(self._groups())
         kv_cache = self.given.get("kv_cache_scheme")
-        self.kv_cache = None if kv_cache is None else self._args_of(kv_cache, "kv_cache_scheme", "k")
-        if self.kv_cache is not None and not wants_values(self.kv_cache):
-            raise RecipeError("a kv cache has static scales: set dynamic to false.", key=("kv_cache_scheme", "dynamic"))
-        if not self.groups and self.kv_cache is None:
+        self.kv_cache = None if kv_cache is None else _parse_args(kv_cache, ("kv_cache_scheme",), "k")
+        if all(group.is_left_alone for group in self.groups) and self.kv_cache is None:
             raise RecipeError(
                 f"{type(self).__name__} does not say what to quantise to. Give scheme, config_groups, weights, "
-                "input_activations or kv_cache_scheme."
+                "input_activations, output_activations or kv_cache_scheme."
             )
+        parts = list(self._parts())
+        self._give_observers("weight_observer", [part for part in parts if part.base_name == "weight"])
+        self._give_observers("activation_observer", [part for part in parts if part.base_name != "weight"])
+        self._give_group_size()
+        for part in parts:
+            self._check(part)
 
     # ---- what is asked for -----------------------------------------------------------------------------------------
 
     @property
     def data(self) -> Literal["needed", "useful", "none"]:
         """Whether calibration data is needed, makes for better scales, or has nothing to say."""
-        parts = [
-            args for group in self.groups for args in (group.scheme.input_activations, group.scheme.output_activations)
-        ]
-        if self.kv_cache is not None or any(wants_values(args) for args in parts):
+        parts = list(self._parts())
+        if any(wants_values(part.args) for part in parts if part.base_name != "weight"):
             return "needed"
-        weights = [group.scheme.weights for group in self.groups if group.scheme.weights is not None]
-        observers = [make_observer("weight", args) for args in weights]
+        observers = [make_observer("weight", part.args) for part in parts if part.base_name == "weight"]
         are_weighted = any(isinstance(each, ImportanceObserver) and each.wants_inputs for each in observers)
         return "useful" if are_weighted else "none"
 
-    def _groups(self) -> Iterable[Group]:
-        ways = [name for name in ("scheme", "config_groups") if name in self.given]
+    def _parts(self) -> Iterator[_Part]:
+        """All formats, with the way to the entry of the modifier that says them."""
+        for group in self.groups:
+            for part, base_name in _BASE_NAMES.items():
+                args = getattr(group.scheme, part)
+                if args is not None:
+                    yield _Part(args, _base_name(base_name, args), self._key_of(group, part))
+        if self.kv_cache is not None:
+            yield _Part(self.kv_cache, "k", ("kv_cache_scheme",))
+
+    def _key_of(self, group: Group, part: str) -> Key:
+        if "config_groups" in self.given:
+            key: Key = ("config_groups", group.name)
+            return (*key, part) if isinstance(self.given["config_groups"][group.name], Mapping) else key
+        return ("scheme",) if "scheme" in self.given else (part,)
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[Group]:
         direct = [name for name in _PARTS if name in self.given]
-        if len(ways) + bool(direct) > 1:
-            names = [*ways, *direct[:1]]
-            raise RecipeError(
-                f"{' and '.join(names)} both say what to quantise to. Keep one of them.", key=(names[-1],)
-            )
+        ways = [name for name in ("scheme", "config_groups", *direct[:1]) if name in self.given]
+        if len(ways) > 1:
+            raise RecipeError(f"{' and '.join(ways)} both say what to quantise to. Keep one of them.", key=(ways[-1],))
         if "scheme" in self.given:
-            schemes = self._schemes_by_name()
+            yield from self._groups_by_name()
         elif "config_groups" in self.given:
-            schemes = self._schemes_of_groups()
+            yield from self._config_groups()
         elif direct:
-            parts = {name: self._args_of(self.given[name], name, _BASE_NAMES[name]) for name in direct}
-            schemes = {"group_0": _scheme(self._targets(), parts)}
-        else:
-            schemes = {}
-        for name, scheme in schemes.items():
-            yield Group(name, self._with_group_size(self._with_observers(scheme)))
+            yield Group("group_0", _build_scheme(self._targets(), self.given, ()))
+        elif "targets" in self.given and "kv_cache_scheme" in self.given:
+            raise RecipeError(
+                "targets: a kv cache is that of all attention modules. Leave targets out, or add a scheme for them.",
+                key=("targets",),
+            )
 
     def _targets(self) -> list[str]:
-        return _names(self.given.get("targets", ["Linear"]), "targets")
+        return _targets(self.given.get("targets", ["Linear"]), ("targets",))
 
-    def _schemes_by_name(self) -> dict[str, QuantizationScheme]:
+    def _groups_by_name(self) -> Iterator[Group]:
         scheme = self.given["scheme"]
         if isinstance(scheme, str):
-            named = {scheme: self._targets()}
-        elif isinstance(scheme, Mapping):
-            if "targets" in self.given:
-                raise RecipeError("the scheme names its targets already.", key=("targets",))
-            named = {name: _names(targets, "scheme", name) for name, targets in scheme.items()}
-        else:
-            raise RecipeError(f"a scheme is a name or {{name: [targets]}}, got {scheme!r}.", key=("scheme",))
-        if not named:
-            raise RecipeError("there is no scheme in it.", key=("scheme",))
-        schemes = {}
-        for i, (name, targets) in enumerate(named.items()):
-            try:
-                schemes[f"group_{i}"] = scheme_named(name, targets)
-            except RecipeError as error:
-                raise error.within("scheme", *([name] if isinstance(scheme, Mapping) else [])) from None
-        return schemes
+            yield Group("group_0", _scheme_named(scheme, self._targets(), ("scheme",)))
+            return
+        if not isinstance(scheme, Mapping) or not scheme:
+            raise RecipeError(f"scheme: expected a name or {{name: [targets]}}, got {scheme!r}.", key=("scheme",))
+        self._refuse_targets("scheme")
+        for i, (name, targets) in enumerate(scheme.items()):
+            yield Group(f"group_{i}", _scheme_named(name, targets, ("scheme", name)))
 
-    def _schemes_of_groups(self) -> dict[str, QuantizationScheme]:
+    def _config_groups(self) -> Iterator[Group]:
         groups = self.given["config_groups"]
         if not isinstance(groups, Mapping) or not groups:
-            raise RecipeError("config_groups is {name: {targets, weights, ...}}.", key=("config_groups",))
+            raise RecipeError(
+                f"config_groups: expected {{name: {{targets, weights, ...}}}}, got {groups!r}.", key=("config_groups",)
+            )
+        self._refuse_targets("config_groups")
+        for name, group in groups.items():
+            key = ("config_groups", name)
+            by_name = isinstance(group, list | str)  # {W4A16: [targets]}
+            yield Group(name, _scheme_named(name, group, key) if by_name else _parse_scheme(group, key))
+
+    def _refuse_targets(self, field: str) -> None:
         if "targets" in self.given:
-            raise RecipeError("each of the config_groups names its own targets.", key=("targets",))
-        return {name: self._scheme_of(name, group) for name, group in groups.items()}
+            raise RecipeError(f"targets: {field} names its targets already. Keep one of them.", key=("targets",))
 
-    def _scheme_of(self, name: str, group: Any) -> QuantizationScheme:
-        if isinstance(group, list):  # {W4A16: [targets]}
-            try:
-                return scheme_named(name, _names(group, "config_groups", name))
-            except RecipeError as error:
-                raise error if error.key else error.within("config_groups", name) from None
-        if not isinstance(group, Mapping):
-            raise RecipeError(
-                f"a group is {{targets, weights, ...}} or a list of targets, got {group!r}.",
-                key=("config_groups", name),
-            )
-        known = ("targets", *_PARTS, "format")
-        unknown = next((key for key in group if key not in known), None)
-        if unknown is not None:
-            raise RecipeError(
-                f"a group has no '{unknown}'.{did_you_mean(unknown, known)} It has: {', '.join(known)}.",
-                key=("config_groups", name, unknown),
-            )
-        parts = {
-            part: self._args_of(group[part], "config_groups", _BASE_NAMES[part], name, part)
-            for part in _PARTS
-            if group.get(part) is not None
-        }
-        if not parts:
-            raise RecipeError(
-                f"the group does not say what to quantise to. Give {', '.join(_PARTS)}.", key=("config_groups", name)
-            )
-        targets = _names(group.get("targets", ["Linear"]), "config_groups", name, "targets")
-        scheme = _scheme(targets, parts)
-        if group.get("format") is not None:
-            scheme.format = group["format"]
-        return scheme
+    # ---- what holds for all groups -----------------------------------------------------------------------------------
 
-    def _args_of(self, given: Any, field: str, base_name: str, *more: str) -> QuantizationArgs:
-        """QuantizationArgs from a dict, with errors that say which key."""
-        key = (field, *more)
-        if not isinstance(given, Mapping):
-            raise RecipeError(f"expected {{num_bits, type, ...}}, got {given!r}.", key=key)
-        known = QuantizationArgs.model_fields
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
+    def _give_observers(self, field: str, parts: list[_Part]) -> None:
+        """Let the parts that name no observer have that which `field` names."""
+        named = self.given.get(field)
+        if named is None:
+            return
+        name, knobs = _observer_named(named, field)
+        seen = [part for part in parts if wants_values(part.args)]
+        silent = [part for part in seen if part.args.observer is None]
+        if not seen:
+            what = "weights" if field == "weight_observer" else "static activations"
+            why = " Dynamic scales are found while the model runs." if parts else ""
+            raise RecipeError(f"{field}: there are no {what} to observe.{why} Leave it out.", key=(field,))
+        if not silent:
             raise RecipeError(
-                f"'{field}' has no '{unknown}'.{did_you_mean(unknown, known)} It has: {', '.join(known)}.",
-                key=(*key, unknown),
+                f"{field}: {'.'.join(seen[0].key)} names observer '{seen[0].args.observer}' already. Keep one of them.",
+                key=(field,),
             )
-        try:
-            args = QuantizationArgs(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = [part for part in first["loc"] if part in given]
-            raise RecipeError(
-                f"{first['msg'].removeprefix('Value error, ')}.".replace("..", "."), key=(*key, *where)
-            ) from None
-        except (ValueError, NotImplementedError) as error:
-            raise RecipeError(str(error), key=key) from None
-        _check_observer(base_name, args, key)
-        return args
+        for part in silent:
+            part.args.observer = name
+            part.args.observer_kwargs = {**part.args.observer_kwargs, **knobs}
+            is_text = isinstance(named, str)
+            _check_observer(part, (field,) if is_text else (field, "name"), (field,))
 
-    def _with_observers(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        scheme = scheme.model_copy(deep=True)
-        for part in _PARTS:
-            args = getattr(scheme, part)
-            field = "weight_observer" if part == "weights" else "activation_observer"
-            named = self.given.get(field)
-            if args is None or named is None:
-                continue
-            if args.dynamic is True:
-                raise RecipeError(
-                    "activations of this scheme are dynamic: their scales are found while the model runs, and there is "
-                    "nothing to observe. Leave it out, or use a scheme with static activations.",
-                    key=(field,),
-                )
-            args.observer, args.observer_kwargs = _observer_named(named, field)
-            _check_observer(_BASE_NAMES[part], args, (field,))
-        return scheme
-
-    def _with_group_size(self, scheme: QuantizationScheme) -> QuantizationScheme:
+    def _give_group_size(self) -> None:
+        """Let the weights of schemes that were given by name have the group size that was given."""
         group_size = self.given.get("group_size")
         if group_size is None:
-            return scheme
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-            raise RecipeError(f"group_size is a whole number from 1 on, got {group_size!r}.", key=("group_size",))
-        if scheme.weights is None or scheme.weights.strategy != "group":
-            raise RecipeError("this scheme's weights have no groups. Leave group_size out.", key=("group_size",))
-        if scheme.weights.scale_dtype is not None:
+            return
+        if not _is_whole(group_size) or group_size < 1:
             raise RecipeError(
-                f"this format has groups of {scheme.weights.group_size} and no others. Leave group_size out.",
-                key=("group_size",),
+                f"group_size: expected a whole number from 1 on, got {group_size!r}.", key=("group_size",)
             )
-        scheme.weights.group_size = group_size
-        return scheme
+        weights = [part.args for part in self._parts() if part.base_name == "weight" and part.key[-1] != "weights"]
+        grouped = [args for args in weights if strategy_of(args) in ("group", "tensor_group")]
+        free = [args for args in grouped if args.scale_dtype is None]
+        if not free:
+            why = "goes with scheme; weights say their own" if not weights else "the scheme's weights have no groups"
+            if grouped:
+                why = f"the scheme has groups of {grouped[0].group_size} and no others"
+            raise RecipeError(f"group_size: {why}. Leave it out.", key=("group_size",))
+        for args in free:
+            args.group_size = group_size
+
+    def _check(self, part: _Part) -> None:
+        """Say no to formats and observers that do not exist, or do not fit what they are for."""
+        args, where = part.args, ".".join(part.key)
+        if args.type == "int" and args.num_bits not in _INT_BITS:
+            raise RecipeError(
+                f"{where}: there is no integer format of {args.num_bits} bits. Use {_INT_BITS[0]} to {_INT_BITS[-1]}.",
+                key=(*part.key, "num_bits"),
+            )
+        if part.base_name in ("weight", "k", "q") and args.dynamic:
+            what = "weights" if part.base_name == "weight" else "attention states"
+            raise RecipeError(
+                f"{where}: the scales of {what} are static. Set dynamic to false.", key=(*part.key, "dynamic")
+            )
+        if args.actorder is not None and not (self.orders_columns and part.base_name == "weight"):
+            raise RecipeError(
+                f"{where}: {type(self).__name__} does not order columns. Leave actorder out.",
+                key=(*part.key, "actorder"),
+            )
+        if wants_values(args):
+            _check_observer(part, (*part.key, "observer"), (*part.key, "observer_kwargs"))
+        elif args.observer is not None or args.observer_kwargs:
+            raise RecipeError(
+                f"{where}: dynamic scales are found while the model runs, and there is nothing to observe. "
+                "Leave the observer out, or set dynamic to false.",
+                key=(*part.key, "observer" if args.observer is not None else "observer_kwargs"),
+            )
 
 
-def _scheme(targets: list[str], parts: Mapping[str, QuantizationArgs]) -> QuantizationScheme:
+# ---- parsing ---------------------------------------------------------------------------------------------------------
+
+
+def _scheme_named(name: str, targets: Any, key: Key) -> QuantizationScheme:
     try:
-        return QuantizationScheme(targets=targets, **parts)
-    except (ValueError, NotImplementedError) as error:
-        raise RecipeError(str(error), key=(next(iter(parts)),)) from None
+        scheme = scheme_named(name)
+    except RecipeError as error:
+        raise error.within(*key) from None
+    scheme.targets = _targets(targets, key)
+    return scheme
 
 
-def _names(given: Any, *key: str) -> list[str]:
+def _parse_scheme(group: Any, key: Key) -> QuantizationScheme:
+    """One of the config_groups."""
+    where = ".".join(key)
+    if not isinstance(group, Mapping):
+        raise RecipeError(f"{where}: expected {{targets, weights, ...}} or a list of targets, got {group!r}.", key=key)
+    _refuse_unknown(group, ("targets", *_PARTS, "format"), key)
+    _refuse_other_choices(group, key)
+    if all(group.get(part) is None for part in _PARTS):
+        raise RecipeError(f"{where}: does not say what to quantise to. Give {' or '.join(_PARTS)}.", key=key)
+    targets = _targets(group.get("targets", ["Linear"]), (*key, "targets"))
+    return _build_scheme(targets, group, key, group.get("format"))
+
+
+def _build_scheme(
+    targets: list[str], given: Mapping[str, Any], key: Key, stored_as: str | None = None
+) -> QuantizationScheme:
+    parts = {
+        part: _parse_args(given[part], (*key, part), base_name)
+        for part, base_name in _BASE_NAMES.items()
+        if given.get(part) is not None
+    }
+    odd = next((part for part, args in parts.items() if part != "weights" and args.actorder is not None), None)
+    if odd is not None:
+        raise RecipeError(
+            f"{'.'.join((*key, odd))}: actorder is for weights. Leave it out.", key=(*key, odd, "actorder")
+        )
+    return QuantizationScheme(targets=targets, **parts, format=stored_as)
+
+
+def _parse_args(given: Any, key: Key, base_name: str) -> QuantizationArgs:
+    """QuantizationArgs from a dict, with errors that say which entry. An entry of None is one that was left out."""
+    where = ".".join(key)
+    if not isinstance(given, Mapping):
+        raise RecipeError(f"{where}: expected {{num_bits, type, strategy, ...}}, got {given!r}.", key=key)
+    _refuse_unknown(given, tuple(QuantizationArgs.model_fields), key)
+    _refuse_other_choices(given, key)
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in ("num_bits", "group_size"):
+        if name in given and not _is_whole(given[name]):
+            raise RecipeError(f"{where}.{name}: expected a whole number, got {given[name]!r}.", key=(*key, name))
+    try:
+        args = QuantizationArgs(**given)
+        check_strategy(_base_name(base_name, args), args)
+    except LayoutError as error:
+        raise RecipeError(f"{where}: {error}", key=(*key, "strategy")) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = next((str(part) for part in first["loc"] if part in given), None)
+        reason = first["msg"].removeprefix("Value error, ").partition("\n")[0].rstrip(".")
+        if field is None:
+            raise RecipeError(f"{where}: {reason}.", key=key) from None
+        raise RecipeError(f"{where}.{field}: {reason}, got {given[field]!r}.", key=(*key, field)) from None
+    except NotImplementedError:  # a float format that does not exist
+        raise RecipeError(
+            f"{where}: there is no float format of {given.get('num_bits', 8)} bits. Use 4, 6 or 8 bits, or type int.",
+            key=(*key, "num_bits"),
+        ) from None
+    return args
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], key: Key) -> None:
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise RecipeError(
+            f"{'.'.join(key)} has no '{unknown}'.{did_you_mean(unknown, known)} It has: {', '.join(known)}.",
+            key=(*key, unknown),
+        )
+
+
+def _refuse_other_choices(given: Mapping[str, Any], key: Key) -> None:
+    for name, choices in _CHOICES.items():
+        value = given.get(name)
+        if value is None or (isinstance(value, bool) and name in ("dynamic", "actorder")):
+            continue
+        if not isinstance(value, str) or value.lower() not in choices:
+            also = "true, false, " if name == "dynamic" else ""
+            raise RecipeError(
+                f"{'.'.join(key)}: there is no {name} {value!r}.{did_you_mean(str(value).lower(), choices)} "
+                f"Choices: {also}{', '.join(choices)}.",
+                key=(*key, name),
+            )
+
+
+def _targets(given: Any, key: Key) -> list[str]:
+    names = _names(given, key)
+    if not names:
+        raise RecipeError(f"{'.'.join(key)}: there are no targets in it. Name some, such as Linear.", key=key)
+    return names
+
+
+def _names(given: Any, key: Key) -> list[str]:
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
-        raise RecipeError(f"expected a name or a list of names, got {given!r}.", key=key)
+        raise RecipeError(f"{'.'.join(key)}: expected a name or a list of names, got {given!r}.", key=key)
+    for place, name in enumerate(names):
+        _check_pattern(name, key, place)
     return list(names)
+
+
+def _check_pattern(name: str, key: Key, place: int) -> None:
+    try:
+        regex_of(name)
+    except RecipeError as error:
+        raise RecipeError(f"{'.'.join(key)}: {error}", key=(*key, place)) from None
 
 
 def _observer_named(named: Any, field: str) -> tuple[str, dict[str, Any]]:
@@ -244,22 +374,38 @@ def _observer_named(named: Any, field: str) -> tuple[str, dict[str, Any]]:
         return named, {}
     if isinstance(named, Mapping) and isinstance(named.get("name"), str):
         return named["name"], {knob: value for knob, value in named.items() if knob != "name"}
-    raise RecipeError(f"an observer is a name or {{name: ..., knob: ...}}, got {named!r}.", key=(field,))
+    raise RecipeError(f"{field}: expected a name or {{name: ..., knob: ...}}, got {named!r}.", key=(field,))
 
 
-def _check_observer(base_name: str, args: QuantizationArgs, key: tuple[str, ...]) -> None:
-    """Say no to observers and knobs that do not exist, and to those that do not fit the strategy."""
-    if args.dynamic is True:
-        return
+def _check_observer(part: _Part, name_key: Key, knobs_key: Key) -> None:
+    """Say no to observers and knobs that do not exist, and to those that do not serve the strategy."""
     try:
-        make_observer(base_name, args)
+        if part.args.observer is not None:
+            Observer.get_value_from_registry(part.args.observer)
     except UnknownObserverError as error:
-        raise RecipeError(str(error), key=(*key, "observer") if "observer" in key or len(key) > 0 else key) from None
+        raise RecipeError(str(error), key=name_key) from None
+    observer = make_observer(part.base_name, part.args.model_copy(update={"observer_kwargs": {}}))
+    knob = ""
+    try:
+        for knob, value in part.args.observer_kwargs.items():
+            parse_knobs(observer.observer_name, observer.knobs, {knob: value})
     except KnobError as error:
-        knob = next((name for name in args.observer_kwargs or {} if f"'{name}'" in str(error)), None)
-        raise RecipeError(str(error), key=(*key, *([knob] if knob else []))) from None
-    except ScalewrightError as error:
-        raise RecipeError(str(error), key=key) from None
+        raise RecipeError(str(error), key=(*knobs_key, knob)) from None
+    if observer.strategies and strategy_of(part.args) not in observer.strategies:
+        raise RecipeError(
+            f"observer '{observer.observer_name}' does not serve strategy '{strategy_of(part.args)}'. "
+            f"It serves: {', '.join(observer.strategies)}.",
+            key=name_key,
+        )
+
+
+def _base_name(base_name: str, args: QuantizationArgs) -> str:
+    """What the format is of: inputs with a scale for each head are attention states."""
+    return "q" if base_name == "input" and strategy_of(args) == "attn_head" else base_name
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def observers_of(scheme: QuantizationScheme) -> dict[str, Observer]:

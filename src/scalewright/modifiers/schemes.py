@@ -20,19 +20,17 @@ _DYNAMIC = "W8A8_DYNAMIC"
 
 def scheme_names() -> list[str]:
     """All names that `scheme_named` knows."""
-    return sorted({*PRESET_SCHEMES, _DYNAMIC} - {"UNQUANTIZED"})
+    return sorted({*PRESET_SCHEMES, _DYNAMIC})
 
 
 def scheme_named(name: str, targets: Iterable[str] = ("Linear",)) -> QuantizationScheme:
     """The scheme of that name, in any case of letters, for some targets. Its arguments name no observer."""
-    known = scheme_names()
-    if name.upper() not in known:
-        raise RecipeError(
-            f"there is no scheme '{name}'.{did_you_mean(name.upper(), known)} Schemes: {', '.join(known)}."
-        )
-    preset = "W8A8" if name.upper() == _DYNAMIC else name.upper()
-    scheme: QuantizationScheme = preset_name_to_scheme(preset, list(targets)).model_copy(deep=True)
-    if name.upper() == "W8A8":
+    known, wanted = scheme_names(), name.upper()
+    if wanted not in known:
+        raise RecipeError(f"there is no scheme '{name}'.{did_you_mean(wanted, known)} Schemes: {', '.join(known)}.")
+    preset = "W8A8" if wanted == _DYNAMIC else wanted
+    scheme: QuantizationScheme = preset_name_to_scheme(preset, list(targets))
+    if wanted == "W8A8":
         scheme.input_activations = QuantizationArgs(num_bits=8, strategy="tensor", symmetric=True, dynamic=False)
     for args in (scheme.weights, scheme.input_activations, scheme.output_activations):
         if args is not None:
@@ -40,10 +38,16 @@ def scheme_named(name: str, targets: Iterable[str] = ("Linear",)) -> Quantizatio
     return scheme
 
 
-def bits_per_weight(args: QuantizationArgs | None, shape: Sequence[int]) -> float:
-    """What one weight of a matrix takes in the checkpoint, its share of scales and zero points included."""
+def bits_per_weight(
+    args: QuantizationArgs | None, shape: Sequence[int], inputs: QuantizationArgs | None = None
+) -> float:
+    """What one weight of a matrix takes in the checkpoint, its share of scales and zero points included.
+
+    Small integers are packed where `inputs` stay as they are; where those are quantised, each integer has a byte.
+    """
     if args is None:
         return 16.0
+    num_bits = int(args.num_bits) if inputs is None or args.type == "float" else max(int(args.num_bits), 8)
     rows, columns = shape[-2], shape[-1]
     strategy = strategy_of(args)
     if strategy in ("group", "tensor_group"):
@@ -56,8 +60,8 @@ def bits_per_weight(args: QuantizationArgs | None, shape: Sequence[int]) -> floa
     else:
         num_scales = 1
     scale_bits = 8 if args.scale_dtype is not None else 16
-    point_bits = 0 if args.symmetric else int(args.num_bits)
-    return float(args.num_bits) + num_scales * (scale_bits + point_bits) / (rows * columns)
+    point_bits = 0 if args.symmetric else num_bits
+    return num_bits + num_scales * (scale_bits + point_bits) / (rows * columns)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def scheme_rows() -> list[SchemeRow]:
                 name,
                 in_words(scheme.weights),
                 in_words(scheme.input_activations),
-                bits_per_weight(scheme.weights, (4096, 4096)),
+                bits_per_weight(scheme.weights, (4096, 4096), scheme.input_activations),
                 any(wants_values(args) for args in (scheme.input_activations, scheme.output_activations)),
             )
         )

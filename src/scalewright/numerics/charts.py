@@ -45,7 +45,7 @@ class Chart:
         """The (weighted) sum of each column over the values of each position, in steps of `base_P`: [P, C]."""
         factor_P1 = (self.bins_per_step / base_P).unsqueeze(1)
         # The place of 0, with half a bin because places are cut off.
-        zero = torch.tensor(0.5 - self.start * self.bins_per_step, device=base_P.device)
+        zero = torch.tensor(0.5 - self.start * self.bins_per_step, dtype=torch.float32, device=base_P.device)
         first: Tensor | float = 0.0
         if point_P is not None:
             first = ((point_P - self.first_point) * self.rows).unsqueeze(1)

@@ -65,7 +65,7 @@ class Grid:
     def numbers(self) -> Tensor:
         """All numbers of the grid, ascending, in fp32."""
         steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1)
-        numbers: Tensor = torch.unique(self.round_(steps * self.smallest))
+        numbers: Tensor = torch.unique(self.round_(steps.float() * self.smallest))
         return numbers
 
 

@@ -86,12 +86,12 @@ class Judge:
         """
         curves = self._curves_for(positions, scale_JP, zero_point_JP, outside)
         sums_JP = self._sums(positions, scale_JP, zero_point_JP, curves)
-        power_JP = self._power_of_scales(scale_JP)
         if curves is None:
-            error_JP = sums_JP * power_JP
+            error_JP = self._in_units(sums_JP, scale_JP)
             return Judged(scale_JP, zero_point_JP, error_JP, error_JP)
         tolerance_J1 = torch.tensor([[each.tolerance] for each in curves], dtype=torch.float32, device=sums_JP.device)
         slack_JP = tolerance_J1 * (curves[0].floor * positions.total_weight())
+        power_JP = self._power_of_scales(scale_JP)
         least_JP, most_JP = (sums_JP - slack_JP) / (1 + tolerance_J1), (sums_JP + slack_JP) / (1 - tolerance_J1)
         return Judged(scale_JP, zero_point_JP, least_JP * power_JP, most_JP * power_JP)
 
@@ -131,7 +131,7 @@ class Judge:
     def errors(self, positions: Positions, scale_P: Tensor, zero_point_P: Tensor | None = None) -> Tensor:
         """What the scales lose, exactly, float64 [P]."""
         point_1P = None if zero_point_P is None else zero_point_P.unsqueeze(0)
-        return self._sums(positions, scale_P.unsqueeze(0), point_1P)[0] * self._power_of_scales(scale_P)
+        return self._in_units(self._sums(positions, scale_P.unsqueeze(0), point_1P)[0], scale_P)
 
     def total(self, positions: Positions) -> Tensor:
         """`sum of w * x * x`, float64 [P]: what is lost when every code is 0."""
@@ -238,6 +238,11 @@ class Judge:
         if block.weights_PE is None:
             return block.sum_of_squares(values_PE, out_P)
         return block.sum(values_PE.mul_(values_PE).mul_(block.weights_PE), out_P)
+
+    def _in_units(self, sums: Tensor, scale: Tensor) -> Tensor:
+        # Far outside a tiny range, infinite powers are multiplied with 0: NaN, which would win every comparison.
+        error = sums * self._power_of_scales(scale)
+        return error.nan_to_num_(nan=inf, posinf=inf)
 
     def _power_of_scales(self, scale: Tensor) -> Tensor:
         # Only positions that are too small for the format, and lose everything, have scales so large in their units.

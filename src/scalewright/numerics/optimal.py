@@ -164,7 +164,7 @@ class _Search:
         judged = self.judge.judge(positions, effective_scale(numbers_JP, self.global_scale) / positions.unit_P)
         best_P = code_JP.gather(0, self.judge.best(positions, judged).unsqueeze(0))[0]
         clipped_P = self.judge.clipped(positions, judged.scale_KP[-1], thorough=thorough)
-        return best_P, (clipped_P <= judged.most_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
+        return best_P, (clipped_P < judged.most_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
 
     # ---- scales that may be anything -----------------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ def search_range(
     `patience`, candidates must shrink from the second on.
     """
     search = _Search(Judge(grid_of(args), norm), args, candidates_K2.to(x_NQG.device), global_scale, dtype, patience)
+    if not search._covers_all_codes:
+        # What is known of each candidate at each position of a block must not take more memory than its elements.
+        most_positions = max(1, BLOCK_ELEMENTS // len(candidates_K2))
+        block_elements = min(block_elements, most_positions * x_NQG.shape[0] * x_NQG.shape[-1])
     cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
     found = [search.best_of(positions) for positions in cut]
     best_Q, num_tried_Q = (torch.cat(column).reshape(lo_Q.shape) for column in zip(*found, strict=True))

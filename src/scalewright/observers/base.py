@@ -111,7 +111,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """Where the observed tensor lives, such as a module's name: error texts and notes begin with it."""
         self._fused_observers: set[Observer] = set()
         self._current: Observed | None = None
-        for name, value in parse_knobs(self._observer_name, self.knobs, knob_values).items():
+        for name, value in parse_knobs(self.observer_name, self.knobs, knob_values).items():
             setattr(self, name, value)
         self.reset()
 
@@ -355,7 +355,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
     # ---- checks ------------------------------------------------------------------------------------------------
 
     @property
-    def _observer_name(self) -> str:
+    def observer_name(self) -> str:
+        """The name in the registry, or that of the class if it has none."""
         return str(vars(type(self)).get("registry_name", type(self).__name__))
 
     @property
@@ -366,7 +367,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         layout.check_strategy(self.base_name, self.args)
         if self.strategies and layout.strategy_of(self.args) not in self.strategies:
             raise LayoutError(
-                f"observer '{self._observer_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
+                f"observer '{self.observer_name}' does not serve strategy '{layout.strategy_of(self.args)}'. "
                 f"It serves: {', '.join(self.strategies)}."
             )
 

@@ -97,14 +97,17 @@ class ImportanceObserver(SearchObserver):
             if self.channel_importance is None:
                 _forget(module)
 
-    @torch.no_grad()
     def observe_input(self, x: Tensor, *, mask: Tensor | None = None) -> None:
         """Add the input [..., in_features] of one call of the module to the importance; masked tokens do not count."""
         try:
-            if mask is not None:
-                x = x[layout.align_mask(mask, x, "input")]
-            x_TC = x.detach().reshape(-1, x.shape[-1]).float()
-            sum_C = x_TC.square().sum(dim=0)
+            squares = sum_squares(x, mask=mask)
+        except ScalewrightError as error:
+            raise error.at(self._where) from None
+        self.add_squares(*squares)
+
+    def add_squares(self, sum_C: Tensor, num_tokens: int) -> None:
+        """Add what `sum_squares` has found in an input, which other layers may have, too."""
+        try:
             if not bool(torch.isfinite(sum_C).all()):
                 raise NonFiniteError(
                     "the module's input has NaN or Inf in it, or numbers too large to be squared in fp32, so it has no "
@@ -120,7 +123,7 @@ class ImportanceObserver(SearchObserver):
         except ScalewrightError as error:
             raise error.at(self._where) from None
         self._imatrix_sum = self._imatrix_sum.to(sum_C.device) + sum_C
-        self._imatrix_count = torch.as_tensor(self._imatrix_count).to(sum_C.device) + len(x_TC)
+        self._imatrix_count = torch.as_tensor(self._imatrix_count).to(sum_C.device) + num_tokens
 
     def _share_with(self, module: torch.nn.Module) -> None:
         module._imatrix_sum, module._imatrix_count = self._imatrix_sum, self._imatrix_count  # type: ignore[assignment]
@@ -151,6 +154,15 @@ class ImportanceObserver(SearchObserver):
         if self._fallback is None:
             return super().notes()
         return [*super().notes(), f"{self._where}: {self._fallback}, so all errors weigh the same."]
+
+
+@torch.no_grad()
+def sum_squares(x: Tensor, *, mask: Tensor | None = None) -> tuple[Tensor, int]:
+    """The sum of x^2 for each channel of an input [..., C], in fp32, and the number of its tokens."""
+    if mask is not None:
+        x = x[layout.align_mask(mask, x, "input")]
+    x_TC = x.detach().reshape(-1, x.shape[-1]).float()
+    return x_TC.square().sum(dim=0), len(x_TC)
 
 
 def _without_compiler(module: torch.nn.Module) -> torch.nn.Module:

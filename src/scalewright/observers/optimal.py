@@ -74,6 +74,12 @@ class OptimalObserver(Memoryless, ImportanceObserver):
         return torch.ones([1] * observed.ndim, device=observed.device)  # equal importance is none, but for the norm
 
     @override
+    def notes(self) -> list[str]:
+        # Without data there is no importance, and nothing is amiss.
+        missing = self._fallback if self.channel_importance is None else None
+        return [note for note in super().notes() if missing is None or missing not in note]
+
+    @override
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
         found = optimal_range(
             observed,

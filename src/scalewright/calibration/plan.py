@@ -1,0 +1,148 @@
+"""What is to be done to a model: which layers, by which pipeline, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from scalewright.calibration.experts import unfuse_experts
+from scalewright.calibration.targets import Pattern, check_layers, largest_blocks, loader_targets, resolve_targets
+from scalewright.errors import DataError, ModelError, RecipeError
+from scalewright.modifiers import Modifier, QuantizationModifier
+from scalewright.modifiers.layers import WatchedAttention, WatchedLayer
+from scalewright.modifiers.schemes import bits_per_weight
+
+
+@dataclass
+class Plan:
+    """What would be done to a model."""
+
+    model: nn.Module
+    layers: list[WatchedLayer]
+    ignored: list[str]
+    pipeline: str
+    why: str
+    blocks: list[str]
+    notes: list[str]
+
+    def bytes_before(self) -> int:
+        """What the weights take as they are."""
+        return sum(each.numel() * each.element_size() for each in self.model.parameters())
+
+    def bytes_after(self) -> int:
+        """What the checkpoint will take, about."""
+        saved = 0.0
+        for layer in self.layers:
+            if layer.scheme.weights is not None:
+                weight = layer.weight
+                saved += weight.numel() * (
+                    weight.element_size() - bits_per_weight(layer.scheme.weights, weight.shape) / 8
+                )
+        return round(self.bytes_before() - saved)
+
+
+def make_plan(
+    model: nn.Module,
+    modifiers: Sequence[Modifier],
+    *,
+    pipeline: str = "auto",
+    has_data: bool = False,
+    blocks: str | Sequence[str] | None = None,
+) -> Plan:
+    """Resolve modifiers on a model. Fused experts are taken apart, shared weights that are meant become own ones."""
+    replaced, notes = unfuse_experts(model)
+    layers: list[WatchedLayer] = []
+    ignored: list[str] = []
+    needs: set[str] = set()
+    for modifier in modifiers:
+        if not isinstance(modifier, QuantizationModifier):
+            raise RecipeError(f"{type(modifier).__name__} cannot be run.")
+        targets = resolve_targets(model, modifier)
+        check_layers(targets.layers)
+        notes += targets.notes
+        ignored += targets.ignored
+        needs.add(modifier.data)
+        taken = {layer.name for layer in layers}
+        twice = next((each.name for each in targets.layers if each.name in taken), None)
+        if twice is not None:
+            raise RecipeError(f"{twice}: two modifiers of one stage mean it. Use ignore, or narrower targets.")
+        by_loader = loader_targets(targets)
+        layers += [
+            WatchedLayer(each.name, each.module, each.scheme.model_copy(update={"targets": by_loader[each.group]}))
+            for each in targets.layers
+        ]
+        layers += [
+            WatchedAttention(name, module, args, model=model, queries=queries)
+            for name, module, args, queries in targets.attention
+        ]
+    for name, fused in replaced.items():
+        if not any(layer.name.startswith(f"{name}.") for layer in layers):
+            model.set_submodule(name, fused)
+    if not layers:
+        raise RecipeError(" ".join(["the recipe means no layer of this model.", *notes]))
+    notes += _untie(model, layers)
+    found = _blocks(model, [layer.name for layer in layers], blocks)
+    chosen, why = _pipeline(pipeline, needs, has_data, found)
+    return Plan(model, layers, ignored, chosen, why, found, notes)
+
+
+def _pipeline(asked: str, needs: set[str], has_data: bool, blocks: Sequence[str]) -> tuple[str, str]:
+    """Which pipeline, and why."""
+    if "needed" in needs and not has_data:
+        raise DataError(
+            "the recipe has static activation scales, which are found by watching data. Give a dataset, or use a "
+            "scheme with dynamic activations."
+        )
+    if asked == "data_free" and "needed" in needs:
+        raise DataError("the recipe has static activation scales, so it cannot be run data_free.")
+    if asked in ("basic", "sequential") and not has_data:
+        raise DataError(f"the {asked} pipeline runs data through the model. Give a dataset.")
+    if asked == "sequential" and not blocks:
+        raise ModelError("no repeated blocks were found in this model. Name them in sequential_targets, or use basic.")
+    if asked != "auto":
+        return asked, "asked for"
+    if needs == {"none"}:
+        return "data_free", "weights are all there is to see"
+    if not has_data:
+        return "data_free", "no data was given, so errors of weights are not weighted by what they cost"
+    reason = "static activation scales" if "needed" in needs else "the importance of input channels"
+    return "basic", f"one pass over the data shows all that is needed: {reason}"
+
+
+def _blocks(model: nn.Module, names: Sequence[str], given: str | Sequence[str] | None) -> list[str]:
+    if given is None:
+        return largest_blocks(model, names)
+    patterns = [Pattern.of(each) for each in ([given] if isinstance(given, str) else given)]
+    found = [
+        name for name, module in model.named_modules() if name and any(each.means(name, module) for each in patterns)
+    ]
+    if not found:
+        raise ModelError(f"sequential_targets: {given!r} matches no module.")
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _untie(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[str]:
+    """Give each layer that shares its weight with a module that is not to be quantised alike a weight of its own."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            owners.setdefault(id(weight), []).append(name)
+    notes = []
+    for layer in layers:
+        weight = getattr(layer.module, "weight", None)
+        others = [name for name in owners.get(id(weight), []) if name != layer.name]
+        if not isinstance(weight, nn.Parameter) or not others:
+            continue
+        owners[id(weight)].remove(layer.name)
+        layer.module.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        config = getattr(model, "config", None)
+        for each in (config, getattr(config, "text_config", None)):
+            if each is not None and hasattr(each, "tie_word_embeddings"):
+                each.tie_word_embeddings = False
+        if hasattr(model, "all_tied_weights_keys"):
+            vars(model)["all_tied_weights_keys"] = {}
+        notes.append(f"{layer.name}: shared its weight with {', '.join(others)}, and has its own now.")
+    return notes

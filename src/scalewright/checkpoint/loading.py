@@ -1,0 +1,109 @@
+"""Models and what belongs to them, from a folder or from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from scalewright.errors import ModelError
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """While inside, transformers draws no progress bars: ours say more, and without a terminal none is wanted."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def load_model(
+    model: nn.Module | str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model itself, or the one that a path or hub name stands for, in its own dtype unless another is asked for."""
+    if isinstance(model, nn.Module):
+        return model if device is None else model.to(device)
+    try:
+        _, auto = _config_of(model, trust_remote_code)
+        with without_bars():
+            loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise _cannot_load(model, error) from None
+    return loaded if device is None else loaded.to(device)
+
+
+def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model that a path or hub name stands for, without its weights."""
+    try:
+        config, auto = _config_of(model, trust_remote_code)
+        with torch.device("meta"):
+            built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(model, error) from None
+    return built
+
+
+def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = False) -> list[Any]:
+    """The processor or tokenizer that belongs to a model, or the one that is given; none if there is none."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return [tokenizer]
+    name = tokenizer if tokenizer is not None else model
+    if isinstance(name, nn.Module):
+        name = getattr(getattr(name, "config", None), "_name_or_path", None)
+    if not name:
+        return []
+    for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
+        with suppress(OSError, ValueError, KeyError, AttributeError, ImportError, TypeError):
+            return [auto.from_pretrained(name, trust_remote_code=trust_remote_code)]
+    if tokenizer is not None:
+        raise ModelError(f"{tokenizer}: there is no tokenizer that could be loaded.")
+    return []
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows, if it says so."""
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        size = getattr(each, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The configuration of a model, and the class that loads such models."""
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{model}: is quantised already. Give the original.")
+    if getattr(config, "is_encoder_decoder", False):
+        return config, transformers.AutoModelForSeq2SeqLM
+    if hasattr(config, "vision_config"):
+        return config, transformers.AutoModelForImageTextToText
+    return config, transformers.AutoModelForCausalLM
+
+
+def _cannot_load(model: str | Path, error: Exception) -> ModelError:
+    if isinstance(error, ModelError):
+        return error
+    if isinstance(model, Path) or "/" not in str(model).strip("/") or Path(model).exists() or str(model)[0] in "./~":
+        path = Path(model)
+        if not path.exists():
+            return ModelError(f"{model}: there is no such folder, and no model of that name could be loaded.")
+        if not (path / "config.json").exists():
+            return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
+    lines = str(error).strip().splitlines()
+    return ModelError(f"{model}: cannot be loaded ({lines[0] if lines else type(error).__name__}).")

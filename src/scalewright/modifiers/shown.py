@@ -1,0 +1,55 @@
+"""A tensor on show: what layers look at while data flows.
+
+Several layers are often shown one and the same tensor: queries, keys and values are made from one input, and all
+experts may see the same tokens. What one of them has computed from it is kept for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A tensor, and the mask of its tokens: zero for those that do not count; None if all do."""
+
+    value: Tensor
+    mask: Tensor | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
+        """What `compute` makes of the tensor, computed for the first who asks. It must not keep the tensor itself."""
+        if key not in self._known:
+            self._known[key] = compute()
+        found: _T = self._known[key]
+        return found
+
+
+@dataclass
+class _Known:
+    version: int
+    mask: Tensor | None
+    known: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class Gallery:
+    """Remembers what is known of each tensor on show, as long as the tensor lives and is not changed."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+
+    def show(self, value: Tensor, mask: Callable[[], Tensor | None]) -> Shown:
+        """The tensor with what is known of it; `mask` is asked when it is new."""
+        if value.is_inference():  # nobody counts their changes
+            return Shown(value, mask())
+        found = self._known.get(value)
+        if found is None or found.version != value._version:
+            found = self._known[value] = _Known(value._version, mask())
+        return Shown(value, found.mask, found.known)

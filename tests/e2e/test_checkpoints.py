@@ -1,0 +1,193 @@
+"""oneshot -> checkpoint -> transformers: the same log-probabilities as those of the model in memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from scalewright.oneshot import oneshot
+
+BESIDE = Path(__file__).resolve().parents[3] / "shared"
+STORIES, STORIES_TEXT = BESIDE / "models" / "stories15M", BESIDE / "data" / "tinystories_calib.txt"
+
+FP8_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+RECIPES = {
+    "W4A16": {"scheme": "W4A16", "group_size": 32},
+    "W4A16_ASYM": {"scheme": "W4A16_ASYM", "group_size": 32},
+    "W3A16": {"scheme": "W3A16", "group_size": 32},
+    "W4A8": {"scheme": "W4A8", "group_size": 32},
+    "W8A16": {"scheme": "W8A16", "group_size": 32},
+    "W8A8": {"scheme": "W8A8"},
+    "W8A8_DYNAMIC": {"scheme": "W8A8_DYNAMIC"},
+    "FP8": {"scheme": "FP8"},
+    "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
+    "NVFP4": {"scheme": "NVFP4"},
+    "NVFP4A16": {"scheme": "NVFP4A16"},
+    "MXFP4": {"scheme": "MXFP4"},
+    "MXFP8": {"scheme": "MXFP8"},
+    "kv cache": {"kv_cache_scheme": FP8_KV_CACHE},
+    "FP8 and kv cache": {"scheme": "FP8", "kv_cache_scheme": FP8_KV_CACHE},
+    "mixed": {
+        "config_groups": {"W8A8_DYNAMIC": ["re:.*self_attn.*"], "W8A16": ["*.down_proj"], "FP8_DYNAMIC": ["Linear"]}
+    },
+}
+# transformers decompresses these to bf16, whatever the model is.
+IN_BF16 = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP8")
+
+
+def recipe_of(name: str) -> dict:
+    return {"modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], **RECIPES[name]}}}
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def some_ids(vocabulary: int = 96, *, rows: int = 8, length: int = 24, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (rows, length), generator=generator).tolist()
+
+
+@torch.no_grad()
+def log_probs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits.float().log_softmax(dim=-1)
+
+
+def assert_loads_to_the_same(result, folder: Path, ids: torch.Tensor, *, dtype: torch.dtype, tolerance: float) -> None:
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=dtype)
+    assert not any(info.values()), {kind: sorted(keys)[:3] for kind, keys in info.items() if keys}
+    torch.testing.assert_close(log_probs(loaded, ids), log_probs(result.model, ids), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_transformers_reads_what_was_quantised_in_memory(name, tmp_path):
+    dtype = torch.bfloat16 if name in IN_BF16 else torch.float32
+    model = tiny_llama(dtype)
+    before = log_probs(model, torch.tensor(some_ids(seed=2)))
+    result = oneshot(model, recipe=recipe_of(name), dataset=some_ids(), output_dir=tmp_path / "out")
+    assert_loads_to_the_same(
+        result,
+        tmp_path / "out",
+        torch.tensor(some_ids(seed=2)),
+        dtype=dtype,
+        tolerance=0 if dtype.itemsize == 2 else 1e-5,
+    )
+    after = log_probs(result.model, torch.tensor(some_ids(seed=2)))
+    assert not torch.equal(before, after), "nothing was quantised"
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the trained model stories15M does not lie beside the project")
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("MXFP8", "W8A16", "W4A8", "mixed")])
+def test_a_trained_model_is_read_as_it_was_quantised(name, tmp_path):
+    dtype = torch.bfloat16 if name in IN_BF16 else torch.float32
+    result = oneshot(
+        STORIES,
+        recipe=recipe_of(name),
+        dataset=STORIES_TEXT,
+        num_calibration_samples=8,
+        max_seq_length=64,
+        dtype=dtype,
+        output_dir=tmp_path / "out",
+    )
+    ids = torch.tensor(some_ids(32000, rows=2, length=48, seed=3))
+    assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=dtype, tolerance=1e-3)
+    assert result.num_samples == 8
+
+
+def test_what_is_written_beside_the_weights(tmp_path):
+    result = oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "scalewright.json"} <= names
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config["format"], config["quantization_status"]) == ("int-quantized", "compressed")
+    assert config["ignore"] == ["lm_head"]
+    again = oneshot(tiny_llama(), recipe=tmp_path / "out" / "recipe.yaml")
+    assert again.recipe == result.recipe
+    saved = json.loads((tmp_path / "out" / "scalewright.json").read_text())
+    assert len(saved["layers"]) == 14 and saved["layers"][0]["weight_db"] > 30
+
+
+def test_the_stored_tensors_have_the_shapes_that_loaders_expect(tmp_path):
+    oneshot(
+        tiny_llama(torch.bfloat16),
+        recipe={"modifiers": {"QuantizationModifier": {"scheme": "W4A16", "group_size": 32, "ignore": ["lm_head"]}}},
+        output_dir=tmp_path / "out",
+    )
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        found = {
+            name.removeprefix("model.layers.0.mlp.down_proj."): (
+                file.get_slice(name).get_dtype(),
+                file.get_slice(name).get_shape(),
+            )
+            for name in file.offset_keys()
+            if "layers.0.mlp.down_proj" in name
+        }
+    assert found == {
+        "weight_packed": ("I32", [128, 32]),
+        "weight_scale": ("BF16", [128, 8]),
+        "weight_shape": ("I64", [2]),
+    }
+
+
+def test_a_shared_head_that_is_quantised_gets_a_weight_of_its_own(tmp_path):
+    model = tiny_llama(tied=True)
+    result = oneshot(
+        model, recipe={"modifiers": {"QuantizationModifier": {"scheme": "W8A8_DYNAMIC"}}}, output_dir=tmp_path / "out"
+    )
+    assert result.notes == ["lm_head: shared its weight with model.embed_tokens, and has its own now."]
+    ids = torch.tensor(some_ids(seed=2))
+    assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=torch.float32, tolerance=1e-5)
+
+
+def test_an_embedding_can_be_quantised(tmp_path):
+    recipe = {"modifiers": {"QuantizationModifier": {"scheme": {"W8A16": ["Embedding"]}, "group_size": 32}}}
+    result = oneshot(tiny_llama(), recipe=recipe, output_dir=tmp_path / "out")
+    assert [layer.name for layer in result.layers] == ["model.embed_tokens"]
+    ids = torch.tensor(some_ids(seed=2))
+    assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=torch.float32, tolerance=1e-5)
+
+
+def test_a_tied_head_stays_tied(tmp_path):
+    result = oneshot(tiny_llama(tied=True), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.offset_keys()
+    ids = torch.tensor(some_ids(seed=2))
+    assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=torch.float32, tolerance=1e-5)
+
+
+def test_a_folder_that_is_there_is_left_alone_unless_it_may_be_replaced(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    with pytest.raises(ValueError, match="exists already and is not empty"):
+        oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=out)
+    assert (out / "mine.txt").read_text() == "precious"
+    oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=out, overwrite=True)
+    assert not (out / "mine.txt").exists() and (out / "config.json").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
+    def fail(*args, **keywords):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
