@@ -40,7 +40,7 @@ Data = Annotated[
 ]
 Column = Annotated[str | None, typer.Option(help="The column of the data that has the text, messages or ids.")]
 NumSamples = Annotated[int, typer.Option("--samples", min=1, help="How many samples to calibrate with.")]
-SeqLen = Annotated[int, typer.Option(min=1, help="Tokens of a sample at most.")]
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most. [2048, or the model's context]")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples at a time. [about 2048 tokens]")]
 Pipeline = Annotated[str, typer.Option(help="auto, data_free, basic or sequential.")]
 Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, ...")]
@@ -63,7 +63,7 @@ def quantize(
     data: Data = None,
     column: Column = None,
     samples: NumSamples = 512,
-    seq_len: SeqLen = 2048,
+    seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     pipeline: Pipeline = "auto",
     device: Device = None,
@@ -116,7 +116,7 @@ def plan(
     ignore: Ignore = None,
     data: Data = None,
     samples: NumSamples = 512,
-    seq_len: SeqLen = 2048,
+    seq_len: SeqLen = None,
     pipeline: Pipeline = "auto",
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -129,7 +129,7 @@ def plan(
             model,
             _recipe(scheme, recipe, group_size, observer, ignore),
             has_data=data is not None,
-            num_tokens=samples * seq_len,
+            num_tokens=samples * (seq_len or 2048),
             pipeline=pipeline,
             trust_remote_code=trust_remote_code,
         )
@@ -218,6 +218,7 @@ def _table(title: str, first: str, *others: str) -> Table:
 def _recipe(
     scheme: str | None, recipe: Path | None, group_size: int | None, observer: str | None, ignore: list[str] | None
 ) -> Any:
+    from scalewright.calibration.plan import LM_HEAD
     from scalewright.errors import RecipeError
     from scalewright.modifiers import QuantizationModifier
 
@@ -237,7 +238,7 @@ def _recipe(
         scheme=scheme,
         group_size=group_size,
         weight_observer=observer,
-        ignore=ignore or ["re:(.*\\.)?lm_head$"],
+        ignore=ignore or [LM_HEAD],
     )
 
 

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from scalewright.calibration.data import DataOptions, Samples, load_samples
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.pipelines import PIPELINES, Calibration, OnStep, silent
-from scalewright.calibration.plan import make_plan
-from scalewright.checkpoint.loading import load_companions, load_model, vocabulary_of
+from scalewright.calibration.plan import LM_HEAD, make_plan
+from scalewright.checkpoint.loading import load_companions, load_model, positions_of, vocabulary_of
 from scalewright.checkpoint.saving import check_output, save_checkpoint
 from scalewright.errors import DataError, RecipeError, StrictError, did_you_mean
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
 from scalewright.recipe import Recipe
-
-LM_HEAD = r"re:(.*\.)?lm_head$"  # what a scheme alone leaves as it is: few loaders can do otherwise
 
 
 @dataclass
@@ -85,7 +83,7 @@ def oneshot(
     output_dir: str | Path | None = None,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
-    max_seq_length: int = 2048,
+    max_seq_length: int | None = None,
     batch_size: int | None = None,
     column: str | None = None,
     pack: bool | None = None,
@@ -104,7 +102,8 @@ def oneshot(
     """Quantise a model, given as an object or by its path or hub name, as a recipe (or the name of a scheme) says.
 
     A model object is quantised in place. With `output_dir` the checkpoint is written there. Nothing is skipped in
-    silence: what could not be done as asked is a note of the result, or an error if `strict`.
+    silence: what could not be done as asked is a note of the result, or an error if `strict`. `max_seq_length` is 2048,
+    or as many positions as the model has if these are fewer.
     """
     clock = _Clock()
     parsed = _recipe_from(recipe, scheme)
@@ -118,7 +117,8 @@ def oneshot(
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
     torch.manual_seed(seed)
-    options = DataOptions(num_calibration_samples, max_seq_length, batch_size, column, pack, split, seed)
+    length = max_seq_length or min(2048, positions_of(loaded) or 2048)
+    options = DataOptions(num_calibration_samples, length, batch_size, column, pack, split, seed)
     notes = _Notes(strict)
     layers: list[QuantizedLayer] = []
     samples: Samples | None = None
@@ -177,7 +177,13 @@ def _samples(dataset: Any, options: DataOptions, model: nn.Module, companions: S
             raise DataError("data: there is text in it, and no tokenizer. Give tokenizer=, or token ids.")
         return getattr(companions[0], "tokenizer", companions[0])
 
-    return load_samples(dataset, options, tokenizer=tokenizer, vocab_size=vocabulary_of(model))
+    return load_samples(
+        dataset,
+        options,
+        tokenizer=tokenizer,
+        vocab_size=vocabulary_of(model),
+        max_positions=positions_of(model),
+    )
 
 
 def _on_device(batches: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def _group(layers: Sequence[WatchedLayer]) -> PlannedGroup:
 def _bits(layers: Sequence[WatchedLayer]) -> float:
     shapes = [tuple(each.weight.shape) for each in layers]
     total = sum(
-        bits_per_weight(each.scheme.weights, shape) * shape[0] * shape[1]
+        bits_per_weight(each.scheme.weights, shape, each.scheme.input_activations) * shape[0] * shape[1]
         for each, shape in zip(layers, shapes, strict=True)
     )
     return total / sum(rows * columns for rows, columns in shapes)

@@ -193,6 +193,7 @@ def test_json_has_many_shapes(tmp_path, data):
 def test_a_column_of_wrapped_rows_can_be_named(tmp_path):
     data = {"version": 1, "data": [{"text": "w9", "story": "w1 w2"}]}
     assert sequences(load(write(tmp_path / "a.json", json.dumps(data)), column="story")) == [THREE_IDS[0]]
+    assert sequences(load({"story": ["w1 w2"], "n": 1}, column="story")) == [THREE_IDS[0]]
 
 
 def test_json_with_a_value_on_each_line_is_read_too(tmp_path):
@@ -591,7 +592,7 @@ def test_what_ready_batches_cannot_do_is_said():
         "data: its batches are used as they are, not in batches of 2.",
         "data: its batches are used as they are, with up to 600 tokens in a sequence, more than 500.",
     ]
-    assert load([batch], num_samples=4).notes == []
+    assert load([batch], num_samples=4, max_seq_length=600).notes == []
     assert load([batch]).notes == ["data: 512 samples were asked for, and there are 4."]
     assert load([BATCH], num_samples=2).notes == ["data: " + FEW.format(5)]
     assert error([batch], pack=True) == (
@@ -619,6 +620,7 @@ WHAT_A_BATCH_IS = "A batch is a dict of tensors that the model is called with, o
         ([BATCH, "w1"], f"data: batch 2 is str. {WHAT_A_BATCH_IS}"),
         ([BATCH, None], f"data: batch 2 is None. {WHAT_A_BATCH_IS}"),
         (DataLoader([1.5, 2.5], batch_size=2), f"data: batch 1 is Tensor. {WHAT_A_BATCH_IS}"),
+        (DataLoader(torch.rand(4, 3) > 0.5, batch_size=2), f"data: batch 1 is Tensor. {WHAT_A_BATCH_IS}"),
         (DataLoader(torch.rand(4, 3), batch_size=2), f"data: batch 1 is Tensor. {WHAT_A_BATCH_IS}"),
     ],
 )

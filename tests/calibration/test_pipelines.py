@@ -351,18 +351,28 @@ class Forking(nn.Module):
         return self.blocks[3](x) if len(x) == 3 else x
 
 
-def forking() -> Animal:
+def forking(kind: type[Forking] = Forking) -> Animal:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, 2, HIDDEN), "attention_mask": torch.ones(rows, 2)} for rows in (2, 1, 3, 2)]
-    return Animal(Forking(), batches, [f"blocks.{i}" for i in range(4)])
+    return Animal(kind(), batches, [f"blocks.{i}" for i in range(4)])
 
 
-def test_passes_that_go_another_way_are_not_cut_short() -> None:
-    animal = forking()
-    calibrate(animal, "basic", only=lambda name: name != "blocks.3.0")
-    for i in range(3):
-        expected = input_scale(forking().model, f"blocks.{i}.0", animal.batches)
-        assert torch.equal(animal.model.blocks[i][0].input_scale.detach().reshape(-1).float(), expected)
+class Wandering(Forking):
+    """Goes to all blocks, in an order that depends on the batch; what comes later is larger."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        for place, i in enumerate(((2, 1, 0, 3, 1), (0, 1, 2, 3), (3, 2, 1, 0))[len(x) - 1]):
+            x = self.blocks[i](x) * (1 + place * place)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Forking, Wandering])
+def test_passes_that_go_another_way_are_not_cut_short(kind: type[Forking]) -> None:
+    animal, plain = forking(kind), forking(kind).model
+    calibrate(animal, "basic", only=lambda name: kind is Forking or name != "blocks.3.0")
+    for name, scale in qparams(animal.model).items():
+        expected = input_scale(plain, name.removesuffix(".input_scale"), animal.batches)
+        assert torch.equal(scale.reshape(-1), expected), name
 
 
 def test_one_input_of_several_layers_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -205,6 +206,16 @@ def test_encoder_and_decoder_have_masks_of_their_own_also_where_they_have_one_sh
             expected = batch[which]
             assert (shown.mask is None) == bool(expected.all()), name
             assert shown.mask is None or torch.equal(shown.mask, expected), name
+
+
+def test_what_the_encoder_gave_is_not_kept() -> None:
+    animal = zoo("t5")
+    masks, given = Masks(animal.model, animal.batches), []
+    animal.model.encoder.register_forward_hook(lambda module, args, output: given.append(weakref.ref(output[0])))
+    with torch.no_grad(), masks.following():
+        animal.model(**animal.batches[0])
+        gc.collect()
+        assert given[0]() is None
 
 
 def test_in_a_decoder_tokens_of_another_number_are_the_encoders() -> None:

@@ -395,6 +395,7 @@ def test_queries_keys_and_values_are_quantised_where_attention_itself_is_a_targe
         name for name in LAYERS if "self_attn" in name or (linear == ["Linear"] and "embed" not in name)
     ]
     assert found.notes == []
+    assert (loader_targets(found)["rest"] == linear) == (linear == ["Linear"])
     lists = {**loader_targets(found), "attention": ["LlamaAttention"]}
     schemes = {layer.group: layer.scheme for layer in found.layers} | {"attention": found_attention_scheme(found)}
     config = QuantizationConfig(
@@ -615,6 +616,10 @@ HAND_WRITTEN = {
     "one block": (tree(a=nn.ModuleList([Pair()])), ["a.0"]),
     "one block beside many": (tree(a=nn.ModuleList([Pair()]), b=nn.ModuleList([Pair(), Pair()])), ["b.0", "b.1"]),
     "a block that is used twice": (tree(a=nn.ModuleList([SHARED, Pair(), SHARED])), ["a.0", "a.1"]),
+    "a block that is in two lists": (
+        tree(a=nn.ModuleList([SHARED, Pair()]), b=nn.ModuleList([SHARED, Pair()])),
+        ["a.0", "a.1", "b.1"],
+    ),
     "single operations are no blocks": (tree(a=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []),
     "nothing": (tree(a=nn.Linear(2, 2), b=nn.ModuleList()), []),
 }

@@ -152,10 +152,10 @@ def test_weighted_groups_lose_little_more_than_the_exact_optimum_and_never_less(
     assert error.sum() <= bound * least.sum()
 
 
-@pytest.mark.parametrize(("times", "weight"), [(20.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
+@pytest.mark.parametrize(("times", "weight"), [(8.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
 @pytest.mark.parametrize(
     ("args", "bound"),
-    [(INT4, 1.01), (INT3, 1.01), (INT4_AFFINE, 1.05)],
+    [(INT4, 1.1), (INT3, 1.03), (INT4_AFFINE, 1.6)],
     ids=["int4", "int3", "int4 affine"],
 )
 def test_outliers_that_do_not_count_are_cut_off(args, bound, times, weight):

@@ -7,6 +7,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from scalewright.numerics import search
+from scalewright.numerics.blocks import BLOCK_ELEMENTS
 from scalewright.numerics.charts import error_chart
 from scalewright.numerics.extremes import min_max
 from scalewright.numerics.grids import grid_of
@@ -422,3 +424,24 @@ def test_more_patience_tries_more():
     candidates = shrink_candidates(maxshrink=0.95, grid=100)
     tried = [run(x, INT8, candidates=candidates, patience=patience).num_tried_Q.sum() for patience in (1, 9, 20, 0)]
     assert tried[0] < tried[1] < tried[2] < tried[3]
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [INT4, INT8])
+@pytest.mark.parametrize("num_candidates", [20, 190])
+def test_blocks_hold_fewer_positions_where_there_are_more_candidates(args, num_candidates, monkeypatch):
+    held = []
+    cut = search.positions_of
+
+    def watched(*given, **options):
+        for positions in cut(*given, **options):
+            held.append(len(positions.unit_P))
+            yield positions
+
+    monkeypatch.setattr(search, "positions_of", watched)
+    candidates = shrink_candidates(maxshrink=0.95, grid=num_candidates / 0.95)
+    run(bell_shaped(1, 1 << 15, 2, 16), args, candidates=candidates)
+    # The errors of all candidates at all positions of a block are in memory at once.
+    assert max(held) * num_candidates <= BLOCK_ELEMENTS

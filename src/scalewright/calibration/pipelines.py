@@ -164,8 +164,8 @@ class Calibration:
 class _Route:
     """Where passes go, so that they can end early.
 
-    The first pass shows in which order the units are entered and left. Passes that go the same way end where it was
-    last in a unit. No pass goes into the output head, unless somebody wants to see what comes out of it.
+    The first pass that comes to all units shows in which order they are entered and left. Passes that go the same way
+    end where it was last in a unit. No pass goes into the output head, unless its output is to be seen.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -194,7 +194,7 @@ class _Route:
         self._now = []
         with suppress(Enough):
             yield
-        if self._first is None:
+        if self._first is None and {number for number, _ in self._now} == set(range(len(self._units))):
             self._first = self._now
 
     def _at(self, place: tuple[int, str]) -> Callable[..., None]:

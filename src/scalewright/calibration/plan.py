@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from torch import nn
 
 from scalewright.calibration.experts import unfuse_experts
-from scalewright.calibration.targets import Pattern, check_layers, largest_blocks, loader_targets, resolve_targets
+from scalewright.calibration.targets import (
+    Pattern,
+    check_layers,
+    join_targets,
+    largest_blocks,
+    loader_targets,
+    resolve_targets,
+)
 from scalewright.errors import DataError, ModelError, RecipeError
 from scalewright.modifiers import Modifier, QuantizationModifier
 from scalewright.modifiers.layers import WatchedAttention, WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight
+
+LM_HEAD = r"re:(.*\.)?lm_head$"  # what a scheme alone leaves as it is: few loaders can do otherwise
 
 
 @dataclass
@@ -37,9 +46,8 @@ class Plan:
         for layer in self.layers:
             if layer.scheme.weights is not None:
                 weight = layer.weight
-                saved += weight.numel() * (
-                    weight.element_size() - bits_per_weight(layer.scheme.weights, weight.shape) / 8
-                )
+                bits = bits_per_weight(layer.scheme.weights, weight.shape, layer.scheme.input_activations)
+                saved += weight.numel() * (weight.element_size() - bits / 8)
         return round(self.bytes_before() - saved)
 
 
@@ -53,30 +61,23 @@ def make_plan(
 ) -> Plan:
     """Resolve modifiers on a model. Fused experts are taken apart, shared weights that are meant become own ones."""
     replaced, notes = unfuse_experts(model)
-    layers: list[WatchedLayer] = []
-    ignored: list[str] = []
-    needs: set[str] = set()
-    for modifier in modifiers:
-        if not isinstance(modifier, QuantizationModifier):
-            raise RecipeError(f"{type(modifier).__name__} cannot be run.")
-        targets = resolve_targets(model, modifier)
-        check_layers(targets.layers)
-        notes += targets.notes
-        ignored += targets.ignored
-        needs.add(modifier.data)
-        taken = {layer.name for layer in layers}
-        twice = next((each.name for each in targets.layers if each.name in taken), None)
-        if twice is not None:
-            raise RecipeError(f"{twice}: two modifiers of one stage mean it. Use ignore, or narrower targets.")
-        by_loader = loader_targets(targets)
-        layers += [
-            WatchedLayer(each.name, each.module, each.scheme.model_copy(update={"targets": by_loader[each.group]}))
-            for each in targets.layers
-        ]
-        layers += [
-            WatchedAttention(name, module, args, model=model, queries=queries)
-            for name, module, args, queries in targets.attention
-        ]
+    meant = [each for each in modifiers if isinstance(each, QuantizationModifier)]
+    if len(meant) < len(modifiers):
+        other = next(each for each in modifiers if each not in meant)
+        raise RecipeError(f"{type(other).__name__} cannot be run.")
+    targets = join_targets([resolve_targets(model, each) for each in meant])
+    check_layers(targets.layers)
+    # A head that is left alone by default need not be there.
+    notes += [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
+    by_loader = loader_targets(targets)
+    layers: list[WatchedLayer] = [
+        WatchedLayer(each.name, each.module, each.scheme.model_copy(update={"targets": by_loader[each.group]}))
+        for each in targets.layers
+    ]
+    layers += [
+        WatchedAttention(name, module, args, model=model, queries=queries)
+        for name, module, args, queries in targets.attention
+    ]
     for name, fused in replaced.items():
         if not any(layer.name.startswith(f"{name}.") for layer in layers):
             model.set_submodule(name, fused)
@@ -84,8 +85,8 @@ def make_plan(
         raise RecipeError(" ".join(["the recipe means no layer of this model.", *notes]))
     notes += _untie(model, layers)
     found = _blocks(model, [layer.name for layer in layers], blocks)
-    chosen, why = _pipeline(pipeline, needs, has_data, found)
-    return Plan(model, layers, ignored, chosen, why, found, notes)
+    chosen, why = _pipeline(pipeline, {each.data for each in meant}, has_data, found)
+    return Plan(model, layers, targets.ignored, chosen, why, found, notes)
 
 
 def _pipeline(asked: str, needs: set[str], has_data: bool, blocks: Sequence[str]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from compressed_tensors.modeling import register_key_hook, register_query_hook, register_value_hook
@@ -51,7 +52,7 @@ class Masks:
         self._in_encoder = {id(each) for each in self._encoder.modules()} if self._encoder is not None else set()
         others = [_encoder_of(model, modality) for modality in _OTHER_MODALITIES]
         self._not_text = {id(each) for other in others if other is not None for each in other.modules()}
-        self._encoded: dict[int, Tensor] = {}
+        self._encoded: dict[int, ref[Tensor]] = {}
 
     def enter(self, batch: int) -> None:
         """From now on tensors are those of this batch."""
@@ -67,7 +68,7 @@ class Masks:
         def remember(module: nn.Module, args: Any, output: Any) -> None:
             found = first_tensor(output)
             if found is not None and self._current() != (None, None):
-                self._encoded[self._batch] = found
+                self._encoded[self._batch] = ref(found)
 
         hook = self._encoder.register_forward_hook(remember)
         try:
@@ -111,7 +112,7 @@ class Masks:
 
     def _is_encoded(self, value: Tensor) -> bool:
         """Whether a tensor in the decoder is what the encoder made: its tokens are the encoder's."""
-        encoded = self._encoded.get(self._batch)
+        encoded = self._encoded.get(self._batch, lambda: None)()
         if encoded is None or encoded.shape != value.shape or encoded.dtype != value.dtype:
             return False
         return encoded is value or torch.equal(encoded, value)

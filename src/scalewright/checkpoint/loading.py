@@ -76,11 +76,20 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
 
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many tokens a model knows, if it says so."""
+    return _from_config(model, "vocab_size")
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens a model can see at once, if it says so."""
+    return _from_config(model, "max_position_embeddings") or _from_config(model, "n_positions")
+
+
+def _from_config(model: nn.Module, name: str) -> int | None:
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
-        size = getattr(each, "vocab_size", None)
-        if isinstance(size, int):
-            return size
+        number = getattr(each, name, None)
+        if isinstance(number, int):
+            return number
     return None
 
 

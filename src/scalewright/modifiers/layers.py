@@ -193,8 +193,9 @@ class WatchedLayer:
     def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
         names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}
         notes = [note for observer in self.observers.values() for note in observer.notes()]
-        if self._has_data and self.importance is not None and self.importance.channel_importance is None:
-            notes.append(f"{self.name}: saw 0 tokens in calibration, so all errors of its weight count the same.")
+        weighted = self.importance
+        if weighted is not None and weighted.can_do_without and not self._has_data:
+            notes = [note for note in notes if note != weighted.fallback]
         return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
 
     def _write_qparams(self) -> dict[str, QParamsDict]:

@@ -33,7 +33,7 @@ _LARGEST_OF_FEW = {2: 1.3, 3: 1.3, 4: 1.3, 5: 1.2, 6: 1.12, 7: 1.08, 8: 1.06}
 _FEW = 64
 _LARGEST_AFFINE = {2: 1.3, **dict.fromkeys(range(3, 9), 1.1)}
 # With importance an outlier may be worth nothing: some more scales further down, to this share of the smallest.
-_FARTHEST, _NUM_FAR = 0.25, 12
+_FARTHEST, _NUM_FAR = 0.08, 12
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
 _FITTED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32

@@ -26,6 +26,7 @@ from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effectiv
 _BATCH = 8  # candidates that are judged at a time
 _CHARTED = 20  # candidates in one chart: a row should not be much longer than two lines of the cache
 _WORTH_A_CHART = 6
+_MANY = 64  # elements of a group: bounds for many candidates cost more than they save in smaller ones
 _CHARTED_BITS = 4  # more steps would need more bins than fit into the cache
 _BINS = 8192
 _LEAST_RATIO = 0.02
@@ -104,7 +105,7 @@ class _Search:
         """Index of the best candidate and the number of candidates tried, at each of the positions."""
         if self._covers_all_codes:
             return self._best_code(positions)
-        if self._is_charted:
+        if self._is_charted(positions.group_size):
             return self._best_charted(positions)
         judged: Judged | None = None
         tried_P = torch.full_like(positions.unit_P, len(self.candidates_K2), dtype=torch.int64)
@@ -138,9 +139,9 @@ class _Search:
 
     # ---- all candidates at once -----------------------------------------------------------------------------------
 
-    @property
-    def _is_charted(self) -> bool:
-        """Whether the scales of candidates are in the same ratios to min-max's everywhere, and steps few."""
+    def _is_charted(self, group_size: int) -> bool:
+        """Whether the scales of candidates are in the same ratios to min-max's everywhere, and a chart is quicker."""
+        num_candidates = len(self.candidates_K2)
         return (
             self.args.symmetric
             and self.args.scale_dtype is None
@@ -150,7 +151,8 @@ class _Search:
             and self.judge.norm >= 1
             and self.dtype in _WOBBLE
             and float(self.candidates_K2.min()) >= _LEAST_RATIO
-            and len(self.candidates_K2) >= _WORTH_A_CHART
+            and num_candidates >= _WORTH_A_CHART
+            and (num_candidates <= _CHARTED or group_size >= _MANY)
             and bool((self.candidates_K2[:, 0] == self.candidates_K2[:, 1]).all())
         )
 

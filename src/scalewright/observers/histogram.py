@@ -123,7 +123,7 @@ class HistogramMSEObserver(HistogramObserver):
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob("maxshrink", 0.95, "how far the range may shrink, as a share of it", low=0, high=1),
         Knob("grid", 200.0, "steps that the whole range is cut into", above=0),
-        Knob("norm", 2.0, "power of the error that is summed", above=0),
+        Knob("norm", 2.0, "power of the error that is summed", above=0, high=16),
     )
     maxshrink: float
     grid: float

@@ -46,6 +46,9 @@ class ImportanceObserver(SearchObserver):
         self._fallback: str | None = None
         self.input_mask: Tensor | None = None
 
+    can_do_without: ClassVar[bool] = False
+    """Whether it is as it should be that there is no importance where there is no data."""
+
     @property
     def wants_inputs(self) -> bool:
         """Whether importance is to be collected at all."""
@@ -149,11 +152,14 @@ class ImportanceObserver(SearchObserver):
         shape, g_idx = (current.shape, current.g_idx) if current is not None else ((1, columns), None)
         return layout.spread_columns(importance.to(observed.device), shape, self.args, g_idx=g_idx)
 
+    @property
+    def fallback(self) -> str | None:
+        """Why importance was not used, as a note; None if it was."""
+        return None if self._fallback is None else f"{self._where}: {self._fallback}, so all errors weigh the same."
+
     @override
     def notes(self) -> list[str]:
-        if self._fallback is None:
-            return super().notes()
-        return [*super().notes(), f"{self._where}: {self._fallback}, so all errors weigh the same."]
+        return [*super().notes(), *([] if self.fallback is None else [self.fallback])]
 
 
 @torch.no_grad()

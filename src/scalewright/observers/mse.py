@@ -27,7 +27,7 @@ SEARCH_KNOBS = (
         changes="time",
     ),
     Knob("grid", 100.0, "steps that the whole range is cut into", above=0),
-    Knob("norm", 2.4, "power of the error that is summed", above=0),
+    Knob("norm", 2.4, "power of the error that is summed", above=0, high=16),
     Knob("expand", 1.0, "factor on the range that the search begins from", low=1),
 )
 

@@ -38,11 +38,12 @@ class OptimalObserver(Memoryless, ImportanceObserver):
             low=2,
         ),
         Knob("refits", 1, "times that the best scale is refined", low=0),
-        Knob("norm", 2.4, "power of the error without importance, and at 2 bits; else it is 2", above=0),
+        Knob("norm", 2.4, "power of the error without importance, and at 2 bits; else it is 2", above=0, high=16),
         Knob("importance", "auto", "whether errors are weighted by the input's strength", choices=("auto", "off")),
         Knob("signed", False, "whether scales of symmetric integers may be negative, where that loses less"),
     )
     merge_rules: ClassVar[Mapping[str, Rule]] = {**ImportanceObserver.merge_rules, "scale_sign": "min"}
+    can_do_without: ClassVar[bool] = True
 
     candidates: int
     refits: int
@@ -72,12 +73,6 @@ class OptimalObserver(Memoryless, ImportanceObserver):
         if weights is None or importance is None or bool((importance != importance[0]).any()):
             return weights
         return torch.ones([1] * observed.ndim, device=observed.device)  # equal importance is none, but for the norm
-
-    @override
-    def notes(self) -> list[str]:
-        # Without data there is no importance, and nothing is amiss.
-        missing = self._fallback if self.channel_importance is None else None
-        return [note for note in super().notes() if missing is None or missing not in note]
 
     @override
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
