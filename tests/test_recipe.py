@@ -563,7 +563,7 @@ TEXT_ERRORS = [
     ),
     (
         HEAD + "    weights:\n      observer: mse\n      observer_kwargs:\n        grid: 5\n        norm: -1\n",
-        "7: observer 'mse': norm must be a number above 0, got -1.",
+        "7: observer 'mse': norm must be a number above 0 and at most 16, got -1.",
     ),
     (
         HEAD + "    config_groups:\n      a:\n        weights:\n          observer_kwargs:\n            q: 1\n",

@@ -254,11 +254,11 @@ def test_the_observer_of_activations_is_for_all_static_ones_that_name_none():
         ),
         (
             {"scheme": "W8A8", "activation_observer": {"name": "mse", "norm": "2"}},
-            "observer 'mse': norm must be a number above 0, got '2'.",
+            "observer 'mse': norm must be a number above 0 and at most 16, got '2'.",
         ),
         (
             {"scheme": "W8A8", "activation_observer": {"name": "mse", "norm": None}},
-            "observer 'mse': norm must be a number above 0, got None.",
+            "observer 'mse': norm must be a number above 0 and at most 16, got None.",
         ),
         (
             {"weights": {**INT4, "observer": "mse", "observer_kwargs": {"nrom": 2}}},

@@ -193,8 +193,9 @@ class WatchedLayer:
     def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
         names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}
         notes = [note for observer in self.observers.values() for note in observer.notes()]
-        weighted = self.importance
-        if weighted is not None and weighted.can_do_without and not self._has_data:
+        weighted = self.observers.get("weight")
+        has_none = self.importance is None or not self._has_data
+        if has_none and isinstance(weighted, ImportanceObserver) and weighted.can_do_without:
             notes = [note for note in notes if note != weighted.fallback]
         return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
 
