@@ -67,8 +67,9 @@ def main() -> int:
         model = options.model or trained_model(folder / "model")
         prompts = some_prompts(model, folder)
         for scheme in (*SCHEMES, None):
+            print(f"{scheme or 'as it is'} ...", flush=True)
             rows.append(check(scheme, model, prompts, folder, options.vllm))
-            show(rows)
+    show(rows)
     result = {"date": str(date.today()), "model": options.model.name if options.model else "trained on the spot"}
     result["rows"] = [asdict(row) for row in rows]
     (ROOT / "bench" / "results" / "vllm.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -153,7 +154,7 @@ def some_prompts_for_calibration(model: Path) -> list[list[int]]:
 
 
 def show(rows: list[Row]) -> None:
-    """Print what is known by now."""
+    """Print the table."""
     table = Table(
         "checkpoint", "tokens", "mean |Δ log p|", "largest", "greedy text agrees", "loss, vLLM", "transformers"
     )
@@ -167,7 +168,7 @@ def show(rows: list[Row]) -> None:
             f"{row.loss_vllm:.4f}",
             f"{row.loss_transformers:.4f}",
         )
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
