@@ -31,7 +31,7 @@ def main() -> None:
     model, bits = trained(read_bytes(options.text), options.steps)
     logging.disable_progress_bar()
     model.save_pretrained(options.folder)
-    print(f"{options.folder}: {bits[0]:.1f} bits a byte before, {bits[1]:.1f} after {options.steps} steps")
+    print(f"{options.folder.name}: {bits[0]:.1f} bits a byte before, {bits[1]:.1f} after {options.steps} steps")
 
 
 def read_bytes(text: Path | None = None) -> Tensor:

@@ -42,7 +42,7 @@ def assert_prints_what_it_promises(done: subprocess.CompletedProcess[str], scrip
     for words in PROMISED[script]:
         assert re.search(rf"(?<!\w){re.escape(words)}(?!\w)", done.stdout), f"{words!r} is not in the output"
     assert not re.search(r"\b(nan|inf)\b", done.stdout, re.IGNORECASE)
-    assert max(map(len, done.stdout.splitlines())) <= 140
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 def test_every_example_is_run_here() -> None:

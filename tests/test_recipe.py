@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scalewright.errors import RecipeError
 from scalewright.modifiers import Modifier, QuantizationModifier
 from scalewright.modifiers.schemes import scheme_names
-from scalewright.recipe import Recipe, Stage, to_json
+from scalewright.recipe import Recipe, Stage
 
 W4 = {"scheme": "W4A16"}
 FP8 = {"scheme": "FP8_DYNAMIC"}
@@ -323,7 +323,7 @@ _recipes = st.lists(
 @settings(max_examples=60, deadline=None, phases=[Phase.generate])  # shrinking such recipes takes minutes
 @given(_recipes)
 def test_a_recipe_that_is_written_out_is_read_back_as_the_same(written):
-    for back in (written.to_dict(), written.to_yaml(), to_json(written), json.loads(to_json(written))):
+    for back in (written.to_dict(), written.to_yaml(), written.to_json(), json.loads(written.to_json())):
         read = Recipe.of(back)
         assert read == written
         assert read.to_yaml() == written.to_yaml()

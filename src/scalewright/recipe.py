@@ -81,10 +81,9 @@ class Recipe:
         """The same as YAML."""
         return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False)
 
-
-def to_json(recipe: Recipe) -> str:
-    """The recipe as JSON."""
-    return json.dumps(recipe.to_dict(), indent=2)
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
 
 
 def _read(given: Any, name: str) -> Iterable[Stage]:
