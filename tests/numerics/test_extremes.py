@@ -160,7 +160,7 @@ def test_how_the_work_is_cut_changes_nothing(monkeypatch, piece_rows, group_size
     x = random(3, 7, group_size, dtype=dtype)
     x[0, 2], x[:, 5] = x[0, 2].abs(), -x[:, 5].abs()
     expected = min_max(x)
-    monkeypatch.setattr(extremes, "_PIECE_BYTES", 4 * group_size * piece_rows)
+    monkeypatch.setattr(extremes, "_PIECE", group_size * piece_rows)
     torch.testing.assert_close(min_max(x), expected, rtol=0, atol=0)
     for row in range(21):
         bad = x.clone()
@@ -171,7 +171,7 @@ def test_how_the_work_is_cut_changes_nothing(monkeypatch, piece_rows, group_size
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_of_several_pieces_is_seen_to_its_last_value(dtype):
     group_size = 16
-    rows = extremes._PIECE_BYTES // (4 * group_size)
+    rows = extremes._PIECE // group_size
     x = random(1, 2 * rows + 1, group_size, dtype=dtype)
     for row in (0, rows - 1, rows, 2 * rows - 1, 2 * rows):
         x[0, row, 0], x[0, row, -1] = -50 - row % 7, 50 + row % 5

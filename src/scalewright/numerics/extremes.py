@@ -6,6 +6,7 @@ This file looks at values only: what shares a position is `layout`'s business, w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 # N observations, Q qparam positions (one or more dimensions), G elements that share one scale, P = N * Q.
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_SHORT = 64  # torch takes the elements of shorter rows of int16 one by one, and has to be given fp32
+_SHORT = 64  # torch takes the elements of shorter rows of int16 one by one, and has to be given int32
 _LONG = 1024  # from here on numpy, which spends 30 ns on starting a row, is the quicker
-_PIECE_BYTES = 1 << 22  # rows that are copied are copied so many bytes at a time, and the copies stay in cache
+_PIECE = 1 << 20  # elements that are looked at twice before going on, so that the second look finds them in cache
 
 
 def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +28,7 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
     is_one_row = qparam_shape.numel() == 1
     row_size = x_NQG.numel() if is_one_row else x_NQG.shape[-1]
     # amin and amax read long rows of fp32 as quickly as torch.sum does, in a pass each. Short ones (4 M values in
-    # groups of 16: 13 ms, here 6) and 16-bit floats (channels 2.4 ms, here .4; groups of 128 5.7 ms, here 1) are slow.
+    # groups of 16: 13 ms, here 5) and 16-bit floats (channels 2.4 ms, here .4; groups of 128 5.7 ms, here .9) are slow.
     if x_NQG.device.type == "cpu" and x_NQG.dtype in _BITS and (x_NQG.itemsize == 2 or row_size < _SHORT):
         lo_P, hi_P = _min_max_of_rows(x_NQG.reshape(-1, row_size))
         lo_NQ, hi_NQ = lo_P.reshape(-1, *qparam_shape), hi_P.reshape(-1, *qparam_shape)
@@ -35,9 +36,19 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
         # torch.aminmax is quick over everything, but with a dim twenty times slower than amin and amax one by one.
         lo_NQ, hi_NQ = (each.float().reshape(1, *qparam_shape) for each in torch.aminmax(x_NQG))
     else:
-        lo_NQ, hi_NQ = x_NQG.amin(dim=-1).float(), x_NQG.amax(dim=-1).float()
+        rows = torch.split(x_NQG.reshape(-1, row_size), max(1, _PIECE // row_size))
+        lo_P, hi_P = (
+            _joined(each).float() for each in zip(*((x.amin(dim=-1), x.amax(dim=-1)) for x in rows), strict=True)
+        )
+        lo_NQ, hi_NQ = lo_P.reshape(-1, *qparam_shape), hi_P.reshape(-1, *qparam_shape)
     # Of a single observation there is nothing to reduce, but torch would take .2 ms for groups of 16.
     return (lo_NQ[0], hi_NQ[0]) if len(lo_NQ) == 1 else (lo_NQ.amin(dim=0), hi_NQ.amax(dim=0))
+
+
+def absmax_of(x: Tensor) -> float:
+    """The largest magnitude in `x`, which is not empty; NaN if there is one."""
+    lo, hi = min_max(x.reshape(1, 1, -1))
+    return float(torch.maximum(-lo, hi))
 
 
 def is_finite(x: Tensor) -> bool:
@@ -51,19 +62,13 @@ def _min_max_of_rows(x_PG: Tensor) -> tuple[Tensor, Tensor]:
     A float is a sign and a magnitude. So the largest float is the largest signed integer, if one float has no sign;
     and the least float is the largest unsigned integer, if one float has a sign.
     """
-    rows = max(1, _PIECE_BYTES // (4 * x_PG.shape[1]))
-    if rows < len(x_PG) and x_PG.shape[1] < _LONG:
-        parts = [_min_max_of_rows(x_PG[start : start + rows]) for start in range(0, len(x_PG), rows)]
-        lo_P, hi_P = (torch.cat(each) for each in zip(*parts, strict=True))
-        return lo_P, hi_P
-    if x_PG.shape[1] < _SHORT:
-        x_PG = x_PG.float()  # bf16 in groups of 32: 2.3 ms, and 5 without
-    dtype, bits = x_PG.dtype, _BITS[x_PG.dtype]
-    hi_P = x_PG.view(bits).amax(dim=-1).view(dtype).float()
-    if x_PG.shape[1] < _LONG:  # flipping the sign makes signed order of unsigned
-        lo_P = x_PG.neg().view(bits).amax(dim=-1).view(dtype).float().neg()
-    else:  # torch cannot compare unsigned integers, but numpy can: bf16 channels .4 ms, and .7 with the copy
-        lo_P = torch.from_numpy(x_PG.view(bits).numpy().view("uint16").max(axis=-1).view("int16")).view(dtype).float()
+    dtype, bits_PG = x_PG.dtype, x_PG.view(_BITS[x_PG.dtype])
+    if x_PG.shape[1] < _LONG:
+        lo_P, hi_P = _ends_of_short_rows(bits_PG)
+    else:  # torch cannot compare unsigned integers, but numpy can: bf16 channels .4 ms, and .6 with a copy
+        hi_P = bits_PG.amax(dim=-1)
+        lo_P = torch.from_numpy(bits_PG.numpy().view("uint16").max(axis=-1).view("int16"))
+    lo_P, hi_P = lo_P.view(dtype).float(), hi_P.view(dtype).float()
     if float(lo_P.amax()) <= 0 <= float(hi_P.amin()):
         return lo_P, hi_P
 
@@ -71,8 +76,33 @@ def _min_max_of_rows(x_PG: Tensor) -> tuple[Tensor, Tensor]:
     # Gathering a row takes .1 us, so it pays where they are few, as among groups of 16.
     rows_W = (~((lo_P <= 0) & (hi_P >= 0))).nonzero().flatten()
     wrong = rows_W if len(rows_W) < len(x_PG) // 64 else slice(None)
-    lo_W, hi_W, other_W = lo_P[wrong], hi_P[wrong], x_PG[wrong].view(bits).amin(dim=-1).view(dtype).float()
+    lo_W, hi_W, other_W = lo_P[wrong], hi_P[wrong], bits_PG[wrong].amin(dim=-1).view(dtype).float()
     nan_W = torch.where(lo_W.isnan() | hi_W.isnan(), torch.nan, 0.0)
     lo_P[wrong] = torch.where(lo_W > 0, other_W, lo_W) + nan_W
     hi_P[wrong] = torch.where(hi_W < 0, other_W, hi_W) + nan_W
     return lo_P, hi_P
+
+
+def _ends_of_short_rows(bits_PG: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest unsigned and the largest signed integer of each row, through one small copy that is used again."""
+    dtype = bits_PG.dtype
+    is_widened = dtype == torch.int16 and bits_PG.shape[1] < _SHORT  # bf16 in groups of 32: 1.7 ms, and 6 without
+    pieces = torch.split(bits_PG, max(1, _PIECE // bits_PG.shape[1]))
+    copy_PG = torch.empty_like(pieces[0], dtype=torch.int32 if is_widened else dtype)
+    sign = torch.iinfo(dtype).min
+    lows, highs = [], []
+    for piece_PG in pieces:
+        copied_PG = copy_PG[: len(piece_PG)]
+        if is_widened:
+            copied_PG.copy_(piece_PG)
+            highs.append(copied_PG.amax(dim=-1))
+            lows.append(copied_PG.bitwise_and_(0xFFFF).amax(dim=-1))
+        else:
+            highs.append(piece_PG.amax(dim=-1))
+            torch.bitwise_xor(piece_PG, sign, out=copied_PG)  # makes signed order of unsigned
+            lows.append(copied_PG.amax(dim=-1).bitwise_xor_(sign))
+    return _joined(lows).to(dtype), _joined(highs).to(dtype)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

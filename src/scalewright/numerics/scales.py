@@ -28,6 +28,7 @@ from compressed_tensors.quantization.utils import (
 )
 from torch import Tensor
 
+from scalewright.numerics.extremes import is_finite
 from scalewright.numerics.grids import E4M3, grid_of
 
 _SAFE = torch.finfo(torch.float32).max / 4  # ranges beyond may overflow on the way
@@ -84,18 +85,19 @@ def stored_qparams(
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero point, as they will be stored, of the ranges `[lo, hi]` (fp32, any shape)."""
     scale, zero_point = calculate_qparams(lo_Q, hi_Q, args, global_scale)
-    overflows = ~torch.isfinite(scale)
-    if bool(overflows.any()):
+    if not is_finite(scale):
+        overflows = ~torch.isfinite(scale)
         wide_scale, wide_point = calculate_qparams(lo_Q.double(), hi_Q.double(), args, global_scale)
         scale = torch.where(overflows, wide_scale.float(), scale)
         zero_point = torch.where(overflows, wide_point, zero_point)
-    is_zero = (lo_Q >= 0) & (hi_Q <= 0)
     if args.scale_dtype == torch.float8_e4m3fn:
+        is_zero = (lo_Q >= 0) & (hi_Q <= 0)
         raw = torch.maximum(-lo_Q, hi_Q).clamp(min=0) / 6
         raw = raw if global_scale is None else raw * global_scale
         is_flushed = ~is_zero & (raw.to(torch.float8_e4m3fn).float() == 0)
         scale = scale.masked_fill(is_flushed.reshape(scale.shape), E4M3_SMALLEST)
-    if not args.symmetric and bool(is_zero.any()):
+    if not args.symmetric:
+        is_zero = (lo_Q >= 0) & (hi_Q <= 0)
         zero_point = torch.where(is_zero.reshape(zero_point.shape), torch.zeros_like(zero_point), zero_point)
     return round_scale(scale, dtype), zero_point
 

@@ -22,7 +22,8 @@ SEARCH_KNOBS = (
         "patience",
         5,
         "candidates without improvement after which a position may stop early, in symmetric formats; "
-        "it stops only where no later one can be better. 0: never",
+        "it stops only where no later one can be better. 0: never. Up to 4 bits all candidates cost as much as a few, "
+        "and it has no effect",
         low=0,
         changes="time",
     ),
