@@ -15,6 +15,8 @@ from scalewright.numerics.grids import Grid
 # N observations, Q qparam positions, G elements that share one scale, C codes in order of their value.
 
 NUM_CODES = 1 << 16
+_BLOCK = 1 << 19  # values that are counted at a time
+_INFINITY = 0x7F80  # its code; the largest number has the code before
 _TABLE = 1 << 19  # cuts times bins that are worked on at a time
 
 
@@ -24,18 +26,12 @@ def count_codes(x_NQG: Tensor, weight_NQ: Tensor | None = None) -> Tensor:
     With weights (float64, not negative) a value counts as much as the weight of its observation says, in float64.
     """
     shape_Q = x_NQG.shape[1:-1]
-    rounded = x_NQG.to(torch.bfloat16)
-    if x_NQG.dtype == torch.float32:  # the topmost fp32 numbers round to Inf
-        largest = torch.finfo(torch.bfloat16).max
-        rounded.clamp_(-largest, largest)
-    codes = rounded.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
-    num_positions = shape_Q.numel()
-    if num_positions > 1:
-        offsets = torch.arange(num_positions, device=codes.device, dtype=torch.int32) * NUM_CODES
-        codes = codes + offsets.reshape(*shape_Q, 1)
-    weights = None if weight_NQ is None else weight_NQ.unsqueeze(-1).expand(x_NQG.shape).flatten()
-    counts = torch.bincount(codes.flatten(), weights, minlength=num_positions * NUM_CODES)
-    return counts.reshape(*shape_Q, NUM_CODES)[..., _codes_in_order(codes.device)]
+    counts = torch.zeros(
+        shape_Q.numel() * NUM_CODES, device=x_NQG.device, dtype=torch.int64 if weight_NQ is None else torch.float64
+    )
+    for some in _blocks(x_NQG):
+        counts += _counts_of(x_NQG[some], None if weight_NQ is None else weight_NQ[some])
+    return counts.reshape(*shape_Q, NUM_CODES)[..., _codes_in_order(x_NQG.device)]
 
 
 def evening_weights(x_NQG: Tensor) -> Tensor:
@@ -44,10 +40,35 @@ def evening_weights(x_NQG: Tensor) -> Tensor:
     They have 12 significant bits, so float64 adds them up exactly, in any order, unless strengths differ by more than
     2 ** 20 among a million observations. Observations of zeros weigh 1.
     """
-    strength_NQ = torch.linalg.vector_norm(x_NQG.double(), dim=-1).div_(x_NQG.shape[-1] ** 0.5)
+    norms = [torch.linalg.vector_norm(x_NQG[some].double(), dim=-1) for some in _blocks(x_NQG)]
+    strength_NQ = torch.cat(norms).div_(x_NQG.shape[-1] ** 0.5)
     mantissa_NQ, exponent_NQ = torch.frexp(torch.where(strength_NQ > 0, strength_NQ, 1.0).reciprocal())
     weight_NQ: Tensor = torch.ldexp((mantissa_NQ * 4096).round_(), exponent_NQ - 12)
     return weight_NQ
+
+
+def _blocks(x_NQG: Tensor) -> list[slice]:
+    """Runs of observations that are worked on at a time, so that copies of them stay small."""
+    rows = max(1, _BLOCK // max(1, x_NQG[0].numel()))
+    return [slice(start, start + rows) for start in range(0, len(x_NQG), rows)]
+
+
+def _counts_of(x_NQG: Tensor, weight_NQ: Tensor | None) -> Tensor:
+    """How often each code stands at each position, flat, by the codes' bits."""
+    shape_Q = x_NQG.shape[1:-1]
+    rounded = x_NQG.to(torch.bfloat16).contiguous()
+    codes = rounded.view(torch.uint16).to(torch.int32)
+    if shape_Q.numel() > 1:
+        offsets = torch.arange(shape_Q.numel(), device=codes.device, dtype=torch.int32) * NUM_CODES
+        codes += offsets.reshape(*shape_Q, 1)
+    weights = None if weight_NQ is None else weight_NQ.unsqueeze(-1).expand(x_NQG.shape).flatten()
+    counts = torch.bincount(codes.flatten(), weights, minlength=shape_Q.numel() * NUM_CODES)
+    if x_NQG.dtype == torch.float32:  # the topmost fp32 numbers round to Inf, and belong to the largest number
+        by_code = counts.view(-1, NUM_CODES)
+        for infinite in (_INFINITY, _INFINITY | 0x8000):
+            by_code[:, infinite - 1] += by_code[:, infinite]
+            by_code[:, infinite] = 0
+    return counts
 
 
 def code_values(device: torch.device | str = "cpu") -> Tensor:
