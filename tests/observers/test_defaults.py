@@ -65,3 +65,14 @@ def test_the_default_observer_works():
     for base_name in ("weight", "input"):
         scale, _ = make_observer(base_name, int8())(torch.randn(2, 4, 8))
         assert torch.isfinite(scale).all()
+
+
+@pytest.mark.parametrize(("num_bits", "is_wanted"), [(4, True), (7, True), (8, False)])
+def test_importance_is_not_asked_for_where_it_gains_nothing(num_bits, is_wanted):
+    args = QuantizationArgs(num_bits=num_bits, strategy="channel")
+    assert args.observer is None
+    assert make_observer("weight", args).wants_inputs is is_wanted
+    named = args.model_copy(update={"observer": "optimal"})
+    assert make_observer("weight", named).wants_inputs, "a named observer is obeyed"
+    asked = args.model_copy(update={"observer_kwargs": {"importance": "auto"}})
+    assert make_observer("weight", asked).wants_inputs, "and so is a knob"

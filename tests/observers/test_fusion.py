@@ -171,3 +171,26 @@ def test_one_layer_observed_per_module_gives_the_shared_scale():
         layer.weight_observer(layer.weight)
     gate, up = (layer.weight_observer.get_qparams() for layer in (model.gate_proj, model.up_proj))
     torch.testing.assert_close(gate["global_scale"], up["global_scale"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse", "optimal"])
+def test_a_foreseen_maximum_spares_the_second_search_and_changes_nothing(name, monkeypatch):
+    absmax = max(float(weight.abs().max()) for weight in weights())
+    found, counts = [], []
+    for foreseen in (None, absmax):
+        observers = [make(name) for _ in SIZES]
+        Observer.fuse(observers)
+        searches = []
+        search = type(observers[0]).search
+        monkeypatch.setattr(
+            type(observers[0]), "search", lambda *args, s=search, n=searches: (n.append(1), s(*args))[1], raising=True
+        )
+        for observer, weight in zip(observers, weights(), strict=True):
+            observer.foreseen_absmax = foreseen
+            observer(weight)
+        found.append([observer.get_qparams() for observer in observers])
+        counts.append(len(searches))
+        monkeypatch.undo()
+    for plain, foreseen in zip(*found, strict=True):
+        torch.testing.assert_close(plain["scale"], foreseen["scale"], rtol=0, atol=0)
+    assert counts == [5, 3]

@@ -10,29 +10,42 @@ Passes end after the last unit that is to be quantised: what comes behind is not
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from scalewright.calibration.data import size_of
 from scalewright.calibration.experts import UnfusedExperts
 from scalewright.calibration.lockstep import Enough, LockStep
 from scalewright.calibration.taps import Masks, Tap, tapped
+from scalewright.errors import RecipeError, did_you_mean
 from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
+from scalewright.numerics.extremes import absmax_of
 from scalewright.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
 
 PIPELINES = ("auto", "data_free", "basic", "sequential")
 
 Batch = Mapping[str, Any]
 OnStep = Callable[[str, str, int, int], None]
-"""What is being done, to what, how many of how many are done."""
+"""What is being done, to what, how many of how many are done. Calibrating counts tokens, quantising counts layers."""
 
 
 def silent(phase: str, what: str, done: int, total: int) -> None:
     """Shows nothing."""
+
+
+def check_pipeline(name: str) -> None:
+    """Say no to a pipeline that there is not."""
+    if name not in PIPELINES:
+        raise RecipeError(
+            f"there is no pipeline '{name}'.{did_you_mean(name, PIPELINES)} Pipelines: {', '.join(PIPELINES)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -60,9 +73,21 @@ class Calibration:
     batches: Sequence[Batch] = ()
     blocks: list[str] = field(default_factory=list)
     on_step: OnStep = silent
+    keep: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    """Puts the tensors of a finished layer away, and gives what stands for them."""
 
     def __post_init__(self) -> None:
         self._masks = Masks(self.model, self.batches)
+        self._tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
+        self._num_shown = self._num_quantised = 0
+        owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
+        for layer in self.layers:
+            weight = getattr(layer.module, "weight", None)
+            layer.has_weight_alone = isinstance(weight, Tensor) and owners[weight.data_ptr()] == 1
+        parameters = inspect.signature(self.model.forward).parameters
+        self._takes_masks = "attention_mask" in parameters or any(
+            each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+        )
 
     def run(self, pipeline: str) -> list[QuantizedLayer]:
         """Quantise all layers. No hook and no observer stays behind, whatever happens."""
@@ -81,9 +106,8 @@ class Calibration:
         with self._watched(self.layers, self.model):
             with self._tapped(self.layers), _Route(self.model, self.units()).known() as route:
                 for i in range(len(self.batches)):
-                    self.on_step("calibrating", f"batch {i + 1}", i, len(self.batches))
-                    self._masks.enter(i)
-                    with route.travelled():
+                    with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
+                        self._masks.enter(i)
                         self._forward(i)
             return self._finish(self.layers)
 
@@ -96,8 +120,8 @@ class Calibration:
         with lockstep.running():
             for name, batches in lockstep.steps():
                 if name in left:
-                    self.on_step("calibrating", name, len(done), len(units))
-                    done[name] = self._calibrated(left.pop(name), lockstep, batches)
+                    done[name] = self._calibrated(left.pop(name), lockstep, batches, passes=len(units))
+                    self._num_shown = len(done) * sum(self._tokens)  # batches that went another way are done, too
                 else:
                     _note_again(name, done[name])
                 if not left:
@@ -105,17 +129,20 @@ class Calibration:
                 for batch in batches:
                     lockstep.go_on(batch)
         for name, unit in left.items():  # no batch came by
-            done[name] = self._calibrated(unit, lockstep, ())
+            done[name] = self._calibrated(unit, lockstep, (), passes=len(units))
         _note_shared(units, done)
         return [layer for layers in done.values() for layer in layers]
 
-    def _calibrated(self, unit: Unit, lockstep: LockStep, batches: Iterable[int]) -> list[QuantizedLayer]:
+    def _calibrated(
+        self, unit: Unit, lockstep: LockStep, batches: Iterable[int], *, passes: int
+    ) -> list[QuantizedLayer]:
         """Show a unit the batches that wait for it, and quantise it. None of them goes on."""
         with self._watched(unit.layers, unit.module):
             if any(layer.wants_data for layer in unit.layers):
                 with self._tapped(unit.layers), _ending_at(unit.module if unit.is_seen_by_its_input else None):
                     for batch in batches:
-                        lockstep.rehearse(batch)
+                        with self._showing(batch, unit.name, passes=passes):
+                            lockstep.rehearse(batch)
             return self._finish(unit.layers)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
@@ -148,17 +175,47 @@ class Calibration:
         with tapped(taps, self._masks):
             yield
 
+    @contextmanager
+    def _showing(self, batch: int, what: str, *, passes: int = 1) -> Iterator[None]:
+        """Tells of a batch when it begins and when it is done."""
+        total = passes * sum(self._tokens)
+        self.on_step("calibrating", what, self._num_shown, total)
+        yield
+        self._num_shown += self._tokens[batch]
+        self.on_step("calibrating", what, self._num_shown, total)
+
     def _forward(self, batch: int) -> None:
-        self.model(**self.batches[batch])
+        inputs = dict(self.batches[batch])
+        if not self._takes_masks:  # what is masked is known to observers all the same
+            inputs.pop("attention_mask", None)
+        self.model(**inputs)
 
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
-        for layer in layers:
-            layer.observe_weight()
         done = []
-        for i, layer in enumerate(layers):
-            self.on_step("quantising", layer.name, i, len(layers))
-            done.append(layer.finish())
+        for group in _sharing_a_scale(layers):
+            absmax = max(absmax_of(layer.weight) for layer in group) if len(group) > 1 else None
+            for layer in group:
+                layer.observe_weight(foreseen_absmax=absmax)
+            for layer in group:
+                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
+                finished = layer.finish()
+                finished.compressed = self.keep(finished.compressed)
+                done.append(finished)
+                self._num_quantised += 1
+                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
         return done
+
+
+def _sharing_a_scale(layers: Sequence[WatchedLayer]) -> list[list[WatchedLayer]]:
+    """The layers in groups that share one global scale; most are alone."""
+    left = list(layers)
+    groups = []
+    while left:
+        partners = left[0].observers["weight"].fused_partners if "weight" in left[0].observers else frozenset()
+        group = [left[0], *(each for each in left[1:] if each.observers.get("weight") in partners)]
+        groups.append(group)
+        left = [each for each in left if each not in group]
+    return groups
 
 
 class _Route:

@@ -22,9 +22,17 @@ _BY_ROW = ("channel", "group", "tensor_group")
 
 
 def gain_over_minmax(
-    weight: Tensor, restored: Tensor, args: QuantizationArgs, *, global_scale: Tensor | None
+    weight: Tensor,
+    restored: Tensor,
+    args: QuantizationArgs,
+    *,
+    importance: Tensor | None,
+    global_scale: Tensor | None,
 ) -> float | None:
-    """By how many decibels the error is less than that of min-max; None where rows have no scales of their own."""
+    """By how many decibels the squared error (weighted, if there is importance) is less than that of min-max.
+
+    None where rows have no scales of their own.
+    """
     if strategy_of(args) not in _BY_ROW:
         return None
     rows = _some_rows(weight)
@@ -33,10 +41,15 @@ def gain_over_minmax(
         *min_max(x_NQG), args, global_scale=global_scale, dtype=stored_dtype(weight.dtype, args)
     )
     shape = x_NQG.shape[1:-1]
+    weights = None if importance is None else spread_columns(importance, tuple(weight[rows].shape), args)
     plain = summed_error(
-        x_NQG, effective_scale(scale, global_scale).reshape(shape), zero_point.reshape(shape), grid_of(args)
+        x_NQG,
+        effective_scale(scale, global_scale).reshape(shape),
+        zero_point.reshape(shape),
+        grid_of(args),
+        weights_NQG=weights,
     ).sum()
-    ours = (weight[rows].float() - restored[rows].float()).square().sum()
+    ours = _error(x_NQG, flatten_for_calibration(restored[rows].float(), "weight", args), weights)
     if float(ours) == 0 or float(plain) == 0:
         return 0.0 if float(ours) == float(plain) else None
     return 10 * math.log10(float(plain) / float(ours))
@@ -61,9 +74,14 @@ def above_optimum(
     x_NQG = flatten_for_calibration(weight[rows].float(), "weight", args)
     weights = None if importance is None else spread_columns(importance, tuple(weight[rows].shape), args)
     least = exact_optimum(x_NQG, args, weights_NQG=weights, global_scale=global_scale).error_Q.sum()
-    d_NQG = x_NQG - flatten_for_calibration(restored[rows].float(), "weight", args)
-    ours = (d_NQG.double().square() * (1.0 if weights is None else weights)).sum()
-    return float(ours / least) - 1 if float(least) > 0 else None
+    ours = _error(x_NQG, flatten_for_calibration(restored[rows].float(), "weight", args), weights)
+    # The optimum knows nothing of the dtype that weights are restored in, whose rounding may happen to help.
+    return max(0.0, float(ours / least) - 1) if float(least) > 0 else None
+
+
+def _error(x_NQG: Tensor, restored_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
+    squares = (x_NQG - restored_NQG).double().square()
+    return (squares if weights_NQG is None else squares * weights_NQG).sum()
 
 
 def _some_rows(weight: Tensor) -> Tensor:

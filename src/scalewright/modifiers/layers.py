@@ -6,7 +6,7 @@ the model in memory and the checkpoint are the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,7 @@ from scalewright.numerics.measure import signal_to_noise
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.base import QParamsDict
 from scalewright.observers.importance import ImportanceObserver, sum_squares
+from scalewright.observers.searching import SearchObserver
 
 _SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
 _POOR_DB = 20.0  # an output that keeps less, and
@@ -56,11 +57,11 @@ class QuantizedLayer:
     observers: dict[str, str]
     """The name of the observer of each part: weight, input, output, q, k, v."""
     shape: tuple[int, ...]
-    compressed: dict[str, Tensor] = field(repr=False)
+    compressed: Mapping[str, Tensor] = field(repr=False)
     """The tensors of the checkpoint, by their names within the module; none if they are those of the module."""
     weight_db: float | None = None
     gain_db: float | None = None
-    """By how much the weight's squared error is less than that of min-max, on a sample."""
+    """By how much the weight's squared error, weighted where data weighs it, is less than min-max's, on a sample."""
     output_db: float | None = None
     """Of the layer's output, on tokens that were seen in calibration."""
     above_optimum: float | None = None
@@ -76,6 +77,8 @@ class WatchedLayer:
         self.module = module
         self.scheme = scheme.model_copy(deep=True)
         self.observers: dict[str, Observer] = {}
+        self.has_weight_alone = False
+        """Whether no other parameter is the same memory, so that it may be written to."""
         self._sample: list[Tensor] = []
         self._has_data = False
 
@@ -139,10 +142,16 @@ class WatchedLayer:
 
     # ---- quantising --------------------------------------------------------------------------------------------------
 
-    def observe_weight(self) -> None:
-        """Show the weight to its observer; what it wants to know of inputs must have been seen by now."""
-        if "weight" in self.observers:
-            self.observers["weight"](self.module.weight)
+    def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
+        """Show the weight to its observer; what it wants to know of inputs must have been seen by now.
+
+        `foreseen_absmax` is the largest magnitude of all weights that share a global scale with it.
+        """
+        observer = self.observers.get("weight")
+        if isinstance(observer, SearchObserver):
+            observer.foreseen_absmax = foreseen_absmax
+        if observer is not None:
+            observer(self.module.weight)
 
     @torch.no_grad()
     def finish(self) -> QuantizedLayer:
@@ -157,14 +166,15 @@ class WatchedLayer:
         args = self.scheme.weights
         if args is not None:
             restored = compressor.decompress(compressed, self.scheme)["weight"].to(original.dtype)
-            self.module.weight = nn.Parameter(restored, requires_grad=False)
             global_scale = qparams["weight"]["global_scale"]
             importance = None if self.importance is None else self.importance.channel_importance
+            self.observers["weight"].detach(self.module)  # it may hold the weight as it was
             layer.weight_db = signal_to_noise(original, restored)
-            layer.gain_db = gain_over_minmax(original, restored, args, global_scale=global_scale)
+            layer.gain_db = gain_over_minmax(original, restored, args, importance=importance, global_scale=global_scale)
             layer.above_optimum = above_optimum(
                 original, restored, args, importance=importance, global_scale=global_scale
             )
+            self._set_weight(restored)
         self.module.quantization_status = QuantizationStatus.DECOMPRESSED
         after = self._output()
         if before is not None and after is not None:
@@ -189,6 +199,18 @@ class WatchedLayer:
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight
+
+    def _set_weight(self, restored: Tensor) -> None:
+        """Make this the module's weight: in its place if nobody else has it, because the memory between the weights
+        of a model is hard to use again.
+        """
+        weight = self.weight
+        is_whole = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+        if self.has_weight_alone and is_whole and not weight.is_inference():
+            weight.detach().copy_(restored)
+            weight.requires_grad_(False)
+        else:
+            self.module.weight = nn.Parameter(restored, requires_grad=False)
 
     def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
         names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}
@@ -281,7 +303,7 @@ class WatchedAttention(WatchedLayer):
         yield from ((base_name, _shown_to(observer)) for base_name, observer in self.observers.items())
 
     @override
-    def observe_weight(self) -> None:
+    def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
         """There is none."""
 
     @override

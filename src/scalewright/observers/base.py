@@ -326,6 +326,11 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         for each in group:
             each._fused_observers = group - {each}
 
+    @property
+    def fused_partners(self) -> frozenset[Observer]:
+        """The observers that share their global scale with this one."""
+        return frozenset(self._fused_observers)
+
     @torch.no_grad()
     def merge(self, other: Observer) -> Observer:
         """Fold what `other` saw into this observer, as if this one had seen both at once; returns self."""

@@ -11,6 +11,8 @@ from scalewright.numerics.layout import strategy_of
 from scalewright.observers.base import Observer
 from scalewright.observers.histogram import BalancedMSEObserver
 
+_MANY_BITS = 8
+
 
 def default_observer(base_name: str, args: QuantizationArgs) -> str:
     """The registry name of the observer for a tensor whose `args` name none.
@@ -25,7 +27,14 @@ def default_observer(base_name: str, args: QuantizationArgs) -> str:
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """The observer that `args` name, or the default if they name none; `args.observer_kwargs` are its knobs."""
+    """The observer that `args` name, or the default if they name none; `args.observer_kwargs` are its knobs.
+
+    By default importance is not asked for where weights have 8 bits or more: it would take a pass over the data, and
+    gain nothing that could be measured (docs/design.md).
+    """
+    knobs: dict[str, str] = {}
+    if args.observer is None and base_name == "weight" and args.num_bits >= _MANY_BITS:
+        knobs = {"importance": "off"} if "importance" not in (args.observer_kwargs or {}) else {}
     name = args.observer or default_observer(base_name, args)
-    observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    observer: Observer = Observer.load_from_registry(name, base_name=base_name, args=args, **knobs)
     return observer

@@ -39,9 +39,9 @@ class SearchObserver(Observer):
     """An observer that searches each value for its best range, judged by what will be stored.
 
     Under TENSOR_GROUP the scale depends on the global scale, which comes from true maxima, those of fused partners
-    included. Partners may be seen later, so the
-    weight is remembered by reference, and searched again if the global scale has changed: leave it as it is until its
-    qparams were read, or `detach` was called, with all partners seen.
+    included. Partners may be seen later, so the weight is remembered by reference, and searched again if the global
+    scale has changed: leave it as it is until its qparams were read, or `detach` was called, with all partners seen.
+    Who knows the largest magnitude of all of them beforehand may set `foreseen_absmax`, and spare the second search.
     """
 
     merge_rules: ClassVar[Mapping[str, Rule]] = {**Observer.merge_rules, "true_absmax": "max"}
@@ -50,6 +50,7 @@ class SearchObserver(Observer):
     def reset(self) -> None:
         super().reset()
         self.true_absmax: Tensor | None = None
+        self.foreseen_absmax: float | None = None
         self._own_absmax: Tensor | None = None
         self._searched: _Searched | None = None
 
@@ -82,7 +83,7 @@ class SearchObserver(Observer):
         absmax = torch.maximum(-lo_Q.min(), hi_Q.max()).clamp(min=0)
         # A batch is searched under its own global scale: under that of all batches so far, their order would matter.
         is_grouped = layout.strategy_of(self.args) == "tensor_group"
-        global_scale = global_scale_of(absmax) if is_grouped else None
+        global_scale = global_scale_of(absmax.clamp(min=self.foreseen_absmax or 0.0)) if is_grouped else None
         if self.true_absmax is not None and self.remembers:
             absmax = torch.maximum(absmax, torch.as_tensor(self.true_absmax).to(absmax))
         before = self.current_range()
