@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalewright.calibration.data import DataOptions, Samples, load_samples
+from scalewright.calibration.data import Samples, load_samples
 from scalewright.calibration.experts import showing_all_tokens
-from scalewright.calibration.pipelines import PIPELINES, Calibration, OnStep, silent
-from scalewright.calibration.plan import LM_HEAD, make_plan
+from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
+from scalewright.calibration.plan import LM_HEAD, make_plans
+from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.loading import load_companions, load_model, positions_of, vocabulary_of
-from scalewright.checkpoint.saving import check_output, save_checkpoint
-from scalewright.errors import DataError, RecipeError, StrictError, did_you_mean
+from scalewright.checkpoint.parts import Parts, parts_for
+from scalewright.checkpoint.saving import check_output, copy_checkpoint, save_checkpoint
+from scalewright.errors import DataError, ModelError, RecipeError, StrictError, did_you_mean
 from scalewright.modifiers import QuantizationModifier
-from scalewright.modifiers.layers import QuantizedLayer
+from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
 from scalewright.modifiers.schemes import in_words
 from scalewright.recipe import Recipe
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -47,12 +51,18 @@ class Result:
     """The tokenizer or processor that is saved with the model."""
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the checkpoint to a folder."""
+        """Write the checkpoint to a folder; one that was written already is copied."""
         folder = Path(path)
         check_output(folder, overwrite=overwrite)
-        files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": self.to_json()}
-        save_checkpoint(self.model, self.layers, folder, files=files, companions=self.companions)
+        if self.output_dir is not None:
+            return copy_checkpoint(self.output_dir, folder)
+        with parts_for(folder) as parts:
+            self._write(folder, parts)
         return folder
+
+    def _write(self, folder: Path, parts: Parts) -> None:
+        files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": self.to_json()}
+        save_checkpoint(self.model, self.layers, folder, parts=parts, files=files, companions=self.companions)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""
@@ -107,58 +117,97 @@ def oneshot(
     """
     clock = _Clock()
     parsed = _recipe_from(recipe, scheme)
-    if pipeline not in PIPELINES:
-        raise RecipeError(
-            f"there is no pipeline '{pipeline}'.{did_you_mean(pipeline, PIPELINES)} Pipelines: {', '.join(PIPELINES)}."
-        )
+    check_pipeline(pipeline)
+    check_dtype(dtype)
+    _check_device(device)
     if output_dir is not None:
         check_output(Path(output_dir), overwrite=overwrite)
     with clock("load"):
+        on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
+        on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
     length = max_seq_length or min(2048, positions_of(loaded) or 2048)
     options = DataOptions(num_calibration_samples, length, batch_size, column, pack, split, seed)
     notes = _Notes(strict)
     layers: list[QuantizedLayer] = []
     samples: Samples | None = None
-    for stage in parsed.stages:
-        plan = make_plan(
-            loaded, stage.modifiers, pipeline=pipeline, has_data=dataset is not None, blocks=sequential_targets
+    stages = [stage.modifiers for stage in parsed.stages]
+    plans = make_plans(loaded, stages, pipeline=pipeline, has_data=dataset is not None, blocks=sequential_targets)
+    for plan in plans:
+        notes.add([*plan.notes, *notes_on_dtype(plan.layers)])
+    options = replace(options, tokens_per_batch=min(plan.tokens_per_batch() for plan in plans))
+    with nullcontext() if output_dir is None else parts_for(Path(output_dir)) as parts:
+        for plan in plans:
+            if output_dir is not None:
+                check_output(Path(output_dir), overwrite=overwrite, num_bytes=plan.bytes_after())
+            if plan.pipeline != "data_free" and samples is None:
+                with clock("data"):
+                    samples = _samples(dataset, options, loaded, companions)
+                notes.add(samples.notes)
+            with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
+                batches = _on_device([] if samples is None else samples.batches, loaded)
+                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step)
+                if parts is not None:
+                    calibration.keep = parts.keep
+                done = calibration.run(plan.pipeline)
+            notes.add(_gathered(note for layer in done for note in layer.notes))
+            layers += done
+        result = Result(
+            loaded,
+            parsed,
+            plan.pipeline,
+            plan.why,
+            layers,
+            notes.all,
+            clock.seconds,
+            0 if samples is None else samples.num_samples,
+            0 if samples is None else samples.num_tokens,
+            seed,
+            {name: version(name) for name in ("scalewright", "torch", "transformers", "compressed-tensors")},
+            companions=companions,
         )
-        notes.add(plan.notes)
-        if output_dir is not None:
-            check_output(Path(output_dir), overwrite=overwrite, num_bytes=plan.bytes_after())
-        if plan.pipeline != "data_free" and samples is None:
-            with clock("data"):
-                samples = _samples(dataset, options, loaded, companions)
-            notes.add(samples.notes)
-        with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-            batches = _on_device([] if samples is None else samples.batches, loaded)
-            done = Calibration(loaded, plan.layers, batches, plan.blocks, on_step).run(plan.pipeline)
-        notes.add(_gathered(note for layer in done for note in layer.notes))
-        layers += done
-    result = Result(
-        loaded,
-        parsed,
-        plan.pipeline,
-        plan.why,
-        layers,
-        notes.all,
-        clock.seconds,
-        0 if samples is None else samples.num_samples,
-        0 if samples is None else samples.num_tokens,
-        seed,
-        {name: version(name) for name in ("scalewright", "torch", "transformers", "compressed-tensors")},
-        companions=companions,
-    )
-    if output_dir is not None:
-        with clock("save"):
-            result.output_dir = result.save(output_dir, overwrite=overwrite)
+        if output_dir is not None and parts is not None:
+            with clock("save"):
+                on_step("writing", str(output_dir), 0, 1)
+                result._write(Path(output_dir), parts)
+                result.output_dir = Path(output_dir)
     return result
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Say no to a dtype that models are not in."""
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise ModelError(f"dtype: there is no '{dtype}'.{did_you_mean(dtype, _DTYPES)} Use {', '.join(_DTYPES)}.")
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
+
+
+def notes_on_dtype(layers: Sequence[WatchedLayer]) -> list[str]:
+    """A note if loaders will find the weights in another dtype than the rest of the model.
+
+    compressed-tensors restores what has e4m3 or e8m0 scales, NVFP4 and the MX formats, in bf16 whatever it was before.
+    transformers then fails at the first matrix product of a model that is not in bf16.
+    """
+    for layer in layers:
+        args = layer.scheme.weights
+        if args is not None and args.scale_dtype is not None and layer.weight.dtype != torch.bfloat16:
+            return [
+                "dtype: transformers restores NVFP4 and MX weights in bfloat16, and this model is in "
+                f"{str(layer.weight.dtype).removeprefix('torch.')}. "
+                "Load the checkpoint with dtype=torch.bfloat16, or quantise it in bfloat16."
+            ]
+    return []
 
 
 def _recipe_from(recipe: Any, scheme: str | None) -> Recipe:
@@ -231,7 +280,7 @@ class _Notes:
     def add(self, notes: Sequence[str]) -> None:
         if self._strict and notes:
             raise StrictError(notes[0])
-        self.all += notes
+        self.all += [note for note in notes if note not in self.all]
 
 
 class _Clock:

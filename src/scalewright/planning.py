@@ -16,17 +16,20 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
-from scalewright.calibration.plan import make_plan
-from scalewright.checkpoint.loading import empty_model
+from scalewright.calibration.pipelines import check_pipeline
+from scalewright.calibration.plan import make_plans
+from scalewright.checkpoint.loading import empty_model, positions_of
+from scalewright.errors import StrictError
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
 from scalewright.observers import make_observer
+from scalewright.oneshot import check_dtype, notes_on_dtype
 from scalewright.recipe import Recipe
 
 _PROBE = (256, 1024)
 _LIVE_ACTIVATIONS = 12  # tensors of a token's hidden size that a block holds at a time, about
-_BATCH_TOKENS = 2048
+_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,38 @@ def plan_of(
     recipe: Any,
     *,
     has_data: bool = False,
-    num_tokens: int = 512 * 2048,
+    num_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int | None = None,
     pipeline: str = "auto",
+    sequential_targets: str | Sequence[str] | None = None,
+    dtype: str = "auto",
     trust_remote_code: bool = False,
+    strict: bool = False,
 ) -> PlanReport:
     """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta)."""
-    built = model if isinstance(model, nn.Module) else empty_model(model, trust_remote_code=trust_remote_code)
     parsed = Recipe.of(recipe)
+    check_pipeline(pipeline)
+    check_dtype(dtype)
+    built = model if isinstance(model, nn.Module) else empty_model(model, trust_remote_code=trust_remote_code)
+    if dtype != "auto":
+        built.to(getattr(torch, dtype))
+    length = min(max_seq_length or _LENGTH, positions_of(built) or _LENGTH)
+    num_tokens = num_samples * length
     # Where data is needed it will be given; where it is only useful it may be.
     needs_data = any(isinstance(each, QuantizationModifier) and each.data == "needed" for each in parsed.modifiers)
-    plans = [
-        make_plan(built, stage.modifiers, pipeline=pipeline, has_data=has_data or needs_data) for stage in parsed.stages
-    ]
+    plans = make_plans(
+        built,
+        [stage.modifiers for stage in parsed.stages],
+        pipeline=pipeline,
+        has_data=has_data or needs_data,
+        blocks=sequential_targets,
+    )
+    notes = list(dict.fromkeys(note for plan in plans for note in [*plan.notes, *notes_on_dtype(plan.layers)]))
+    if strict and notes:
+        raise StrictError(notes[0])
     layers = [layer for plan in plans for layer in plan.layers]
+    batch_tokens = length * (batch_size or max(1, min(plan.tokens_per_batch() for plan in plans) // length))
     kinds: dict[str, list[WatchedLayer]] = {}
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
@@ -100,8 +122,8 @@ def plan_of(
     chosen = plans[-1].pipeline
     config = getattr(built, "config", None)
     hidden = int(getattr(config, "hidden_size", 0) or getattr(getattr(config, "text_config", None), "hidden_size", 0))
-    kept = num_tokens if chosen == "sequential" else _BATCH_TOKENS
-    activations = 0 if chosen == "data_free" else 4 * hidden * (kept + _LIVE_ACTIVATIONS * _BATCH_TOKENS)
+    kept = num_tokens if chosen == "sequential" else batch_tokens
+    activations = 0 if chosen == "data_free" else 4 * hidden * (kept + _LIVE_ACTIVATIONS * batch_tokens)
     passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen]
     num_weights = sum(layer.weight.numel() for layer in quantised)
     seconds = 2.0 * passes * num_weights * num_tokens / _flops()
@@ -115,7 +137,7 @@ def plan_of(
         plans[-1].why,
         len(plans[-1].blocks),
         [name for plan in plans for name in plan.ignored],
-        [note for plan in plans for note in plan.notes],
+        notes,
         _bits(quantised) if quantised else 0.0,
         before,
         after,

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from scalewright.calibration.data import DataOptions, Samples, load_samples
+from scalewright.calibration.data import Samples, load_samples
+from scalewright.calibration.sources import DataOptions
 from scalewright.errors import DataError
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K"

@@ -477,10 +477,32 @@ def test_attention_that_cannot_be_quantised_so_is_an_error(given, kind, words):
     assert str(caught.value) == words
 
 
-def test_queries_of_some_attention_modules_may_be_left_alone():
-    groups = {"a": attention_group(["model.layers.0.self_attn"])}
-    found = resolved(config_groups=groups, kv_cache_scheme=KV)
-    assert [(name, queries) for name, _, _, queries in found.attention] == [(ATTENTION[0], True), (ATTENTION[1], False)]
+@pytest.mark.parametrize(
+    ("kind", "targets", "left"),
+    [
+        ("llama", ["model.layers.0.self_attn"], "model.layers.1.self_attn"),
+        ("llava", ["LlamaAttention"], "model.vision_tower.encoder.layers.0.self_attn"),
+    ],
+    ids=["some have a kv cache alone", "some have no kv cache"],
+)
+def test_queries_are_quantised_in_all_attention_modules_or_in_none(kind, targets, left):
+    modifier = QuantizationModifier(config_groups={"a": attention_group(targets)}, kv_cache_scheme=KV)
+    model = zoo(kind).model
+    with pytest.raises(ModelError) as caught:
+        resolve_targets(model, modifier)
+    first = next(name for name, module in model.named_modules() if is_cached_attention_module(module))
+    assert str(caught.value) == (
+        f"{left}: its queries would stay as they are and those of {first} would not, and a model that quantises "
+        "queries in one attention module must do so in all. Widen the targets, ignore less, or quantise keys and "
+        "values alone with kv_cache_scheme."
+    )
+
+
+def test_two_modifiers_of_one_stage_do_not_mean_the_same_attention():
+    several = [resolved(kv_cache_scheme=KV), resolved(config_groups={"a": attention_group(["LlamaAttention"])})]
+    with pytest.raises(RecipeError) as caught:
+        join_targets(several)
+    assert str(caught.value) == f"{ATTENTION[0]}: two modifiers of one stage mean it. Use ignore, or narrower targets."
 
 
 def test_what_is_attention_is_what_loaders_take_for_it():

@@ -92,7 +92,7 @@ def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     notes: list[str] = []
     names = _names_in_checkpoints(model)
     for name, module in list(model.named_modules()):
-        if not _is_fused(module):
+        if not is_fused(module):
             continue
         if not _can_be_unfused(module):
             notes.append(
@@ -120,7 +120,7 @@ def showing_all_tokens(model: nn.Module, *, on: bool) -> Iterator[None]:
             each.shows_all = False
 
 
-def _is_fused(module: nn.Module) -> bool:
+def is_fused(module: nn.Module) -> bool:
     """Whether it has matrices of several experts in one tensor."""
     return "expert" in type(module).__name__.lower() and any(
         each.ndim == 3 for each in module.parameters(recurse=False)

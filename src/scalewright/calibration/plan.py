@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from compressed_tensors.quantization.utils import is_module_quantized
+from torch import Tensor, nn
 
 from scalewright.calibration.experts import unfuse_experts
+from scalewright.calibration.loaders import check_experts, settle_formats
 from scalewright.calibration.targets import (
     Pattern,
     check_layers,
@@ -36,6 +38,16 @@ class Plan:
     blocks: list[str]
     notes: list[str]
 
+    def tokens_per_batch(self) -> int:
+        """How many tokens to run at a time: so many that the widest input of a layer has 2 M values, on a CPU.
+
+        More would take memory and gain nothing there. Devices with memory of their own take 32 times as many.
+        """
+        weights = [each for layer in self.layers if isinstance(each := getattr(layer.module, "weight", None), Tensor)]
+        on_cpu = all(each.device.type in ("cpu", "meta") for each in weights)
+        widest = max((each.shape[-1] for each in weights), default=1024)
+        return max(256, min(8192, (1 << (21 if on_cpu else 26)) // widest))
+
     def bytes_before(self) -> int:
         """What the weights take as they are."""
         return sum(each.numel() * each.element_size() for each in self.model.parameters())
@@ -49,6 +61,31 @@ class Plan:
                 bits = bits_per_weight(layer.scheme.weights, weight.shape, layer.scheme.input_activations)
                 saved += weight.numel() * (weight.element_size() - bits / 8)
         return round(self.bytes_before() - saved)
+
+
+def make_plans(
+    model: nn.Module,
+    stages: Sequence[Sequence[Modifier]],
+    *,
+    pipeline: str = "auto",
+    has_data: bool = False,
+    blocks: str | Sequence[str] | None = None,
+) -> list[Plan]:
+    """The plans of all stages of a recipe, each given by its modifiers. What cannot be read back is said here."""
+    done = next((name for name, module in model.named_modules() if is_module_quantized(module)), None)
+    if done is not None:
+        raise ModelError(f"{done}: is quantised already. Give the original model.")
+    plans = [make_plan(model, each, pipeline=pipeline, has_data=has_data, blocks=blocks) for each in stages]
+    names: set[str] = set()
+    for plan in plans:
+        twice = next((layer.name for layer in plan.layers if layer.name in names), None)
+        if twice is not None:
+            raise RecipeError(f"{twice}: two stages mean it, and it can be quantised once. Use ignore in one of them.")
+        names |= {layer.name for layer in plan.layers}
+    layers = [layer for plan in plans for layer in plan.layers]
+    settle_formats(model, [layer for layer in layers if layer.scheme.weights is not None])
+    plans[-1].notes += check_experts(model, layers)
+    return plans
 
 
 def make_plan(
@@ -82,7 +119,9 @@ def make_plan(
         if not any(layer.name.startswith(f"{name}.") for layer in layers):
             model.set_submodule(name, fused)
     if not layers:
-        raise RecipeError(" ".join(["the recipe means no layer of this model.", *notes]))
+        raise RecipeError(
+            " ".join(["the recipe means no layer of this model. Name linear layers or embeddings in targets.", *notes])
+        )
     notes += _untie(model, layers)
     found = _blocks(model, [layer.name for layer in layers], blocks)
     chosen, why = _pipeline(pipeline, {each.data for each in meant}, has_data, found)

@@ -89,6 +89,11 @@ class Targets:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def names(self) -> list[str]:
+        """The names of all that is quantised."""
+        return [layer.name for layer in self.layers] + [name for name, *_ in self.attention]
+
+    @property
     def ignored(self) -> list[str]:
         """The names of the layers that are targets, and yet stay as they are."""
         return [name for name, _ in self.spared]
@@ -189,6 +194,19 @@ class _Resolution:
                 f"{other}: its keys and values have another format than those of {taken[0][0]}, and a checkpoint has "
                 "one for all. Use one format."
             )
+        self._check_queries()
+
+    def _check_queries(self) -> None:
+        """Where one module's queries are quantised, all attention of the model runs through that code."""
+        own = {name for name, _, _, queries in self.found.attention if queries}
+        others = (name for name, module in _modules(self.model) if _runs_attention(module) and name not in own)
+        left = next(others, None) if own else None
+        if left is not None:
+            raise ModelError(
+                f"{left}: its queries would stay as they are and those of {min(own)} would not, and a model that "
+                "quantises queries in one attention module must do so in all. Widen the targets, ignore less, or "
+                "quantise keys and values alone with kv_cache_scheme."
+            )
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -231,8 +249,8 @@ def join_targets(several: Sequence[Targets]) -> Targets:
     """What several modifiers mean, as one; their groups get names that tell them apart."""
     joined = Targets()
     for i, each in enumerate(several):
-        names = {layer.name for layer in joined.layers}
-        twice = next((layer.name for layer in each.layers if layer.name in names), None)
+        before = joined.names
+        twice = next((name for name in each.names if name in before), None)
         if twice is not None:
             raise RecipeError(f"{twice}: two modifiers of one stage mean it. Use ignore, or narrower targets.")
         joined.layers += [replace(layer, group=f"{i}.{layer.group}") for layer in each.layers]
@@ -250,6 +268,13 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_attention(module: nn.Module) -> bool:
     return bool(is_cached_attention_module(module))
+
+
+def _runs_attention(module: nn.Module) -> bool:
+    """Whether it is attention of any kind, with a kv cache or without, that its configuration can switch."""
+    is_named_so = "attention" in type(module).__name__.lower()
+    has_layers = any(isinstance(each, nn.Linear) for each in module.children())
+    return _is_attention(module) or (is_named_so and has_layers and hasattr(module, "config"))
 
 
 def _attention_args(name: str, group: Group) -> QuantizationArgs:

@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationStatus
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from scalewright.calibration.loaders import settle_names
 from scalewright.checkpoint.loading import without_bars
+from scalewright.checkpoint.parts import Parts
+from scalewright.checkpoint.shards import TensorAt, tensors_in, write_shards
 from scalewright.errors import OutputError
 from scalewright.modifiers.layers import QuantizedLayer
 
-_SHARD = "5GB"
+_SHARD_BYTES = 5 * 10**9
+_STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
 
 
 def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
@@ -69,23 +74,26 @@ def save_checkpoint(
     layers: Iterable[QuantizedLayer],
     path: Path,
     *,
+    parts: Parts,
     files: Mapping[str, str],
     companions: Iterable[Any] = (),
 ) -> None:
     """Write `model`, whose `layers` are quantised, to the folder `path`.
 
-    `companions` are a tokenizer and the like, `files` are texts to write beside.
+    `parts` has the tensors of layers, or takes them; `companions` are a tokenizer and the like, `files` are texts to
+    write beside.
     """
     with written_whole(path) as draft, without_bars():
-        state = _stored_tensors(model, layers)
+        # transformers knows by which names a model is stored. It is given stand-ins for all that is quantised.
+        state, stored = _with_stand_ins(model, layers, parts)
         if isinstance(model, transformers.PreTrainedModel):
-            model.save_pretrained(draft, state_dict=state, max_shard_size=_SHARD)
+            model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
-            save_file(
-                {name: each.contiguous() for name, each in state.items()},
-                draft / "model.safetensors",
-                metadata={"format": "pt"},
-            )
+            save_file({name: each.contiguous() for name, each in state.items()}, draft / "model.safetensors")
+        whole = draft / "model.safetensors"
+        rest = whole.rename(draft / "rest.safetensors")
+        write_shards(draft, _without_stand_ins(tensors_in(rest), stored), max_bytes=_SHARD_BYTES)
+        rest.unlink()
         for each in companions:
             each.save_pretrained(draft)
         _write_config(model, draft)
@@ -93,22 +101,47 @@ def save_checkpoint(
             (draft / name).write_text(text, encoding="utf-8")
 
 
-def _stored_tensors(model: nn.Module, layers: Iterable[QuantizedLayer]) -> dict[str, Tensor]:
-    """All tensors of the checkpoint by name: quantised layers as they are stored, the rest as it is."""
+def copy_checkpoint(source: Path, path: Path) -> Path:
+    """Copy a checkpoint that was written before to the folder `path`."""
+    if not source.is_dir():
+        raise OutputError(
+            f"{path}: the checkpoint was written to {source}, and is not there any more. Run again to write it here."
+        )
+    with written_whole(path) as draft:
+        shutil.copytree(source, draft, dirs_exist_ok=True)
+    return path
+
+
+def _with_stand_ins(
+    model: nn.Module, layers: Iterable[QuantizedLayer], parts: Parts
+) -> tuple[dict[str, Tensor], list[TensorAt]]:
+    """The state of a model, and where the tensors of quantised layers are that stand-ins in it stand for."""
     state: dict[str, Tensor] = dict(model.state_dict())
+    stored: list[TensorAt] = []
     for layer in layers:
         if not layer.compressed:
             continue
         for name in [name for name in state if name.rpartition(".")[0] == layer.name]:
             del state[name]
-        state.update({f"{layer.name}.{name}": each for name, each in layer.compressed.items()})
-    return state
+        for name, place in parts.keep(layer.compressed).places.items():
+            state[f"{layer.name}.{name}"] = torch.full(_STAND_IN, len(stored), dtype=torch.int64)
+            stored.append(place)
+    return state, stored
+
+
+def _without_stand_ins(places: Mapping[str, TensorAt], stored: Sequence[TensorAt]) -> dict[str, TensorAt]:
+    """Where each tensor of the checkpoint is, by its name there."""
+    return {
+        name: stored[int.from_bytes(each.read(), "little")] if each.shape == _STAND_IN else each
+        for name, each in places.items()
+    }
 
 
 def _write_config(model: nn.Module, draft: Path) -> None:
     compressor = ModelCompressor.from_pretrained_model(model)
     if compressor.quantization_config is not None:
         compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+        settle_names(model, compressor.quantization_config)
     config = draft / "config.json"
     if not config.exists():
         config.write_text(json.dumps({"architectures": [type(model).__name__]}), encoding="utf-8")

@@ -1,0 +1,379 @@
+"""Where calibration data comes from: files, folders, the hub, datasets, lists, tensors and DataLoaders become rows.
+
+A `Source` has the rows of whatever was given, and knows which column of them is meant. Nothing is chosen or
+tokenized here; what comes as a stream is read no further than its first row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain, islice
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from scalewright.errors import DataError, did_you_mean
+
+_SEPARATOR = "<|endoftext|>"
+_COLUMNS = ("input_ids", "text", "messages", "conversations", "content", "prompt")  # looked for in this order
+_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How samples are chosen, cut and put together."""
+
+    num_samples: int = 512
+    max_seq_length: int = 2048
+    batch_size: int | None = None
+    """Sequences in one batch; None for about `tokens_per_batch`."""
+    column: str | None = None
+    pack: bool | None = None
+    """Whether samples are joined and cut into sequences of full length; None to do so for a text file of lines."""
+    split: str = "train"
+    seed: int = 0
+    tokens_per_batch: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "max_seq_length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DataError(f"{name}: is {value}. Use 1 or more.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be numbered, or that come in a stream; the column of them that is meant, where there are any."""
+
+    name: str
+    rows: Any
+    column: str | None = None
+    is_running: bool = False
+    """Whether the rows are pieces of running text: to be joined, unless one says otherwise."""
+    is_ready: bool = False
+    """Whether the rows are batches as a model is called with."""
+
+    def sample(self, number: int, row: Any) -> Any:
+        """The sample of a row; an empty text where it has none."""
+        if self.column is None:
+            return row
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.name}: sample {number} is {described(row)}, and others have columns.")
+        if self.column not in row:
+            raise DataError(f"{self.name}: sample {number} has no '{self.column}'. It has: {listed(row)}.")
+        value = row[self.column]
+        mask = row.get("attention_mask") if self.column == "input_ids" else None
+        if mask is None or value is None:
+            return "" if value is None else value
+        ids, keeps = plain(value), plain(mask)
+        if len(ids) != len(keeps):
+            raise DataError(f"{self.name}: sample {number} has {len(ids)} token ids and a mask of {len(keeps)}.")
+        return [each for each, keep in zip(ids, keeps, strict=True) if keep]
+
+
+def open_source(dataset: Any, options: DataOptions) -> Source:
+    """Find the rows of whatever `dataset` is."""
+    if isinstance(dataset, str) and not os.path.exists(dataset):  # unlike Path, it bears a text that is no name at all
+        return _from_hub(dataset, options)
+    if isinstance(dataset, str | Path):
+        path = Path(dataset)
+        return _from_folder(path, options) if os.path.isdir(path) else _from_file(path, options)
+    return _from_memory("data", dataset, options)
+
+
+def _from_memory(name: str, data: Any, options: DataOptions) -> Source:
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # a table of pandas
+        data = data.to_dict("list")
+    if getattr(data, "ndim", None) == 1:
+        data = data.tolist()
+    if isinstance(data, Mapping):
+        return _from_mapping(name, data, options)
+    if isinstance(data, str | bytes | set | frozenset):  # a set has another order each time
+        raise _no_data(name, data)
+    if isinstance(data, DataLoader):
+        return _without_column(Source(name, iter(data), is_ready=True), options)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        if getattr(data, "ndim", 1) == 0:
+            raise _no_data(name, data)
+        return _from_rows(name, data, data[0] if len(data) else None, options)
+    if isinstance(data, Iterable):
+        stream = iter(data)
+        some = list(islice(stream, 1))
+        return _from_rows(name, chain(some, stream), some[0] if some else None, options)
+    raise _no_data(name, data)
+
+
+def _from_rows(name: str, rows: Any, first: Any, options: DataOptions) -> Source:
+    """Rows in a sequence or a stream, by what the first one is."""
+    if first is None:
+        return Source(name, rows, options.column)
+    if _is_batch(first):
+        return _without_column(Source(name, iter(rows), is_ready=True), options)
+    if isinstance(first, Mapping):
+        is_message = any(pair <= set(first) for pair in ({"role", "content"}, {"from", "value"}))
+        if is_message and options.column is None and isinstance(rows, list | tuple):
+            return Source(name, [list(rows)])  # one chat
+        chosen = _choose(first, name, options.column)
+        if hasattr(rows, "select_columns"):
+            rows = rows.select_columns(_needed(chosen, first))
+        return Source(name, rows, chosen)
+    if is_id(first) and not isinstance(rows, Iterator):  # one long run of tokens
+        length = options.max_seq_length
+        rows = [list(rows[i : i + length]) for i in range(0, len(rows), length)]
+    return _without_column(Source(name, rows), options)
+
+
+def _from_mapping(name: str, data: Mapping[str, Any], options: DataOptions) -> Source:
+    """Splits of a dataset, a batch, columns, or one row."""
+    if any(hasattr(each, "column_names") for each in data.values()) and options.split not in data:
+        raise DataError(
+            f"{name}: there is no split '{options.split}'.{did_you_mean(options.split, data)} Splits: {listed(data)}."
+        )
+    if options.split in data:
+        return _from_memory(name, data[options.split], options)
+    if _is_batch(data):
+        return _from_rows(name, [data], data, options)
+    lists = [each for each in data.values() if isinstance(each, list)]
+    if len(lists) == 1 and not {*_COLUMNS, options.column} & set(data):
+        return _from_memory(name, lists[0], options)  # {"version": 1, "rows": [...]}
+    chosen = _choose(data, name, options.column)
+    if not hasattr(data[chosen], "__getitem__") or kind_of(plain(data[chosen])):
+        return Source(name, [data], chosen)
+    columns = {each: data[each] for each in _needed(chosen, data)}
+    if len({len(each) for each in columns.values()}) > 1:
+        raise DataError(f"{name}: columns have {' and '.join(str(len(each)) for each in columns.values())} rows.")
+    return Source(name, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], chosen)
+
+
+def _choose(columns: Iterable[Any], name: str, column: str | None) -> str:
+    """The column that is meant: the one that is named, or the first that usually has samples."""
+    known = [each for each in columns if isinstance(each, str)]
+    chosen = column or next((each for each in _COLUMNS if each in known), None)
+    if chosen is None or chosen not in known:
+        wanted = f"no column '{column}'.{did_you_mean(column, known)}" if column else "no column that is known."
+        raise DataError(f"{name}: there is {wanted} Columns: {listed(known)}. Name one of them as column.")
+    return chosen
+
+
+def _needed(chosen: str, columns: Iterable[str]) -> list[str]:
+    """The chosen column, and the one that says which of its token ids count."""
+    return [chosen, "attention_mask"] if chosen == "input_ids" and "attention_mask" in columns else [chosen]
+
+
+def _without_column(source: Source, options: DataOptions) -> Source:
+    if options.column is not None:
+        raise DataError(f"{source.name}: has no columns. Leave column '{options.column}' out.")
+    return source
+
+
+def _no_data(name: str, data: Any) -> DataError:
+    return DataError(
+        f"{name}: {described(data)} is no data. Give a list of texts, a file, a dataset, token ids or batches."
+    )
+
+
+# ---- files and folders -----------------------------------------------------------------------------------------------
+
+
+def _from_file(path: Path, options: DataOptions) -> Source:
+    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    try:
+        if path.suffix.lower() in readers:
+            return _from_memory(path.name, readers[path.suffix.lower()](path, options), options)
+        text = _text(path)
+    except FileNotFoundError:
+        raise _no_file(path) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+    if _SEPARATOR in text:
+        return _without_column(Source(path.name, [each.strip() for each in text.split(_SEPARATOR)]), options)
+    if options.pack is False:
+        return _without_column(Source(path.name, text.split("\n")), options)
+    pieces = list(_pieces(text, options.max_seq_length * _CHARACTERS_PER_TOKEN))
+    return _without_column(Source(path.name, pieces, is_running=True), options)
+
+
+def _no_file(path: Path) -> DataError:
+    beside = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
+    return DataError(f"{path}: there is no such file.{did_you_mean(path.name, beside)}")
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise DataError(f"{path.name}: is not text in UTF-8. Use {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}.")
+    return text
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    """Running text in pieces of about `size` characters, cut between lines if possible, or else between words."""
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            breaks = (text.rfind(mark, start + size // 2, end) for mark in ("\n", " "))
+            end = next((at + 1 for at in breaks if at >= 0), end)
+        yield text[start:end].strip()
+        start = end
+
+
+def _jsonl(path: Path, options: DataOptions) -> list[Any]:
+    rows = []
+    # Not splitlines(): JSON may have line separators of Unicode in its strings.
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path.name}:{number}: not JSON: {error.msg}.") from None
+    return rows
+
+
+def _json(path: Path, options: DataOptions) -> Any:
+    text = _text(path)
+    if not text.strip():
+        return []
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a value on each line
+            return _jsonl(path, options)
+        raise DataError(f"{path.name}:{error.lineno}: not JSON: {error.msg}.") from None
+    if not isinstance(data, list | dict):
+        raise DataError(f"{path.name}: {described(data)} is no list of samples.")
+    return data
+
+
+def _csv(path: Path, options: DataOptions) -> list[Any]:
+    text = _text(path)
+    reader = csv.DictReader(io.StringIO(text if text.strip() else ""))
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise DataError(f"{path.name}:{reader.reader.line_num}: not CSV: {error}. Write it as .jsonl.") from None
+
+
+def _parquet(path: Path, options: DataOptions) -> list[Any]:
+    parquet, arrow = _extra("pyarrow.parquet", path.name), _extra("pyarrow", path.name)
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            chosen = _choose(columns, path.name, options.column)
+            rows: list[Any] = file.read(columns=_needed(chosen, columns)).to_pylist()
+    except arrow.ArrowException as error:
+        raise DataError(f"{path.name}: not Parquet: {first_line(error)}") from None
+    return rows
+
+
+def _from_folder(path: Path, options: DataOptions) -> Source:
+    """A folder that `Dataset.save_to_disk` has written, or one of data files."""
+    if not any(each.suffix.lower() in _SUFFIXES for each in chain(path.glob("*"), path.glob("*/*"))):
+        raise DataError(f"{path}: is a folder without data. Give a file: {', '.join(_SUFFIXES)}.")
+    datasets = _extra("datasets", path.name)
+    is_saved = any((path / each).is_file() for each in ("state.json", "dataset_dict.json"))
+    try:
+        loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+    except Exception as error:  # each reader of a file has its own
+        raise DataError(f"{path}: a folder whose data cannot be loaded ({first_line(error)}).") from None
+    return _from_memory(path.name, loaded, options)
+
+
+def _from_hub(name: str, options: DataOptions) -> Source:
+    if Path(name).suffix.lower() in _SUFFIXES or name.startswith(("/", "./", "../", "~")):
+        raise _no_file(Path(name))
+    if not _HUB_NAME.fullmatch(name):
+        raise DataError(f"data: {listed([repr(name)])} is neither a file nor a dataset. Give texts as a list of them.")
+    datasets = _extra("datasets", name)
+    try:
+        loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
+    except Exception as error:  # the hub has many ways to say no
+        raise DataError(f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}).") from None
+    return _from_memory(name, loaded, options)
+
+
+def _extra(module: str, name: str) -> Any:
+    """A module that comes with the extra `data`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.split(".", maxsplit=1)[0]
+        raise DataError(f"{name}: {package} would read it, and is missing. pip install 'scalewright[data]'.") from None
+
+
+# ---- what a row is ---------------------------------------------------------------------------------------------------
+
+
+def plain(sample: Any) -> Any:
+    """Tensors and arrays as lists; [1, tokens] is one sample."""
+    if hasattr(sample, "tolist"):
+        sample = sample.tolist()
+    if isinstance(sample, list | tuple) and len(sample) == 1 and isinstance(sample[0], list):
+        return sample[0]
+    return list(sample) if isinstance(sample, tuple) else sample
+
+
+def kind_of(sample: Any) -> str | None:
+    """What a sample is, in words; None if it is no sample."""
+    if isinstance(sample, str):
+        return "text"
+    if isinstance(sample, list) and sample:
+        if all(isinstance(each, Mapping) for each in sample):
+            return "chat messages"
+        if all(map(is_id, sample)):
+            return "token ids"
+    return None
+
+
+def is_id(value: Any) -> bool:
+    """Whether a value can be a token id."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_batch(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 2 and len(value) > 1 and has_ids(value)
+    return isinstance(value, Mapping) and any(isinstance(each, Tensor) and each.ndim >= 2 for each in value.values())
+
+
+def has_ids(tensor: Tensor) -> bool:
+    """Whether a tensor can have token ids in it."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def described(value: Any) -> str:
+    """What a value is, for an error."""
+    if isinstance(value, list) and value:
+        odd = next((each for each in value if not is_id(each)), value[0])
+        return f"a list with {type(odd).__name__}"
+    return "None" if value is None else type(value).__name__
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names in a row; where a file has no header they may be whole texts."""
+    short = [text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, names)]
+    return ", ".join([*short[:20], *["..."] * (len(short) > 20)]) or "none"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: the cause of it, where it names one."""
+    deepest = error.__cause__ or error
+    return next(iter(str(deepest).strip().splitlines()), type(deepest).__name__)

@@ -1,0 +1,118 @@
+"""safetensors files, put together from others by copying bytes: no tensor is in memory on the way.
+
+A file is eight bytes that say how long its header is, the header (JSON: dtype, shape and place of each tensor), and the
+bytes of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_CHUNK = 1 << 22
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """Where the bytes of a tensor lie."""
+
+    file: Path
+    start: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> bytes:
+        """All of its bytes."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.start)
+            return opened.read(self.num_bytes)
+
+    def copy_to(self, target: BinaryIO) -> None:
+        """Append its bytes to an open file."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.start)
+            left = self.num_bytes
+            while left:
+                chunk = opened.read(min(left, _CHUNK))
+                if not chunk:
+                    raise OSError(f"{self.file.name}: ends before its last tensor does")
+                target.write(chunk)
+                left -= len(chunk)
+
+
+def tensors_in(file: Path) -> dict[str, TensorAt]:
+    """The tensors of a file by name."""
+    with file.open("rb") as opened:
+        (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+        header: dict[str, Any] = json.loads(opened.read(length))
+    begin = _LENGTH.size + length
+    return {
+        name: TensorAt(
+            file,
+            begin + each["data_offsets"][0],
+            each["data_offsets"][1] - each["data_offsets"][0],
+            each["dtype"],
+            tuple(each["shape"]),
+        )
+        for name, each in header.items()
+        if name != _METADATA
+    }
+
+
+def write_shards(folder: Path, tensors: Mapping[str, TensorAt], *, max_bytes: int) -> None:
+    """Write `model.safetensors`, or as many shards as are needed, with their index."""
+    shards = list(_split(tensors, max_bytes))
+    if len(shards) == 1:
+        _write(folder / "model.safetensors", shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write(folder / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(each.num_bytes for each in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(tensors: Mapping[str, TensorAt], max_bytes: int) -> Iterator[dict[str, TensorAt]]:
+    """The tensors in runs of at most so many bytes, or of one tensor."""
+    shard: dict[str, TensorAt] = {}
+    size = 0
+    for name, each in tensors.items():
+        if shard and size + each.num_bytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = each
+        size += each.num_bytes
+    yield shard
+
+
+def _write(file: Path, tensors: Mapping[str, TensorAt]) -> None:
+    # Readers map the file: tensors with large elements go first, so that all are aligned to their elements.
+    ordered = sorted(tensors.items(), key=lambda item: (-_item_size(item[1]), item[0]))
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    place = 0
+    for name, each in ordered:
+        header[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [place, place + each.num_bytes]}
+        place += each.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(_LENGTH.pack(len(text)) + text)
+        for _, each in ordered:
+            each.copy_to(opened)
+
+
+def _item_size(tensor: TensorAt) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return tensor.num_bytes // count if count else 1

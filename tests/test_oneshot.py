@@ -1,0 +1,306 @@
+"""oneshot: what it refuses, and what it says of a run that a user should know."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from scalewright import QuantizationModifier, oneshot
+from scalewright.errors import (
+    CalibrationError,
+    DataError,
+    ModelError,
+    OutputError,
+    RecipeError,
+    ScalewrightError,
+    StrictError,
+)
+from scalewright.modifiers.schemes import scheme_named, scheme_names
+from scalewright.planning import plan_of
+
+IDS = torch.randint(0, 96, (8, 24), generator=torch.Generator().manual_seed(1))
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class Flat(nn.Module):
+    """An embedding and two linear layers, of which the second is left out where no token is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(96, 64)
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(self.embed(input_ids))
+        return self.second(hidden) if bool((input_ids == 1).any()) else hidden
+
+
+def refused(kind: type[ScalewrightError], model: object = None, **keywords: object) -> str:
+    with pytest.raises(kind) as caught:
+        oneshot(Flat() if model is None else model, **keywords)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def test_a_module_that_takes_no_mask_is_given_none():
+    with_one = torch.cat([torch.ones(8, 1, dtype=torch.int64), IDS], dim=1)
+    result = oneshot(Flat(), scheme="W8A8", dataset=[row[: 4 + i] for i, row in enumerate(with_one)], batch_size=8)
+    by_hand = oneshot(Flat(), scheme="W8A8", dataset=[row[: 4 + i] for i, row in enumerate(with_one)], batch_size=1)
+    assert [layer.name for layer in result.layers] == ["first", "second"]
+    torch.testing.assert_close(result.model.first.input_scale, by_hand.model.first.input_scale)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_and_a_scheme_say_it_once():
+    both = refused(RecipeError, recipe=QuantizationModifier(scheme="W4A16"), scheme="W4A16")
+    assert both == "a recipe and a scheme both say what to do. Keep one of them."
+    assert refused(RecipeError) == "nothing says what to do. Give a recipe or a scheme."
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_a_pipeline_that_runs_data_needs_some(pipeline):
+    message = refused(DataError, scheme="W8A8_DYNAMIC", pipeline=pipeline)
+    assert message == f"the {pipeline} pipeline runs data through the model. Give a dataset."
+
+
+def test_static_scales_need_data():
+    words = (
+        "the recipe has static activation scales, which are found by watching data. Give a dataset, or use a scheme "
+    )
+    assert refused(DataError, scheme="W8A8") == f"{words}with dynamic activations."
+    message = refused(DataError, scheme="W8A8", dataset=IDS, pipeline="data_free")
+    assert message == "the recipe has static activation scales, so it cannot be run data_free."
+
+
+def test_blocks_that_are_not_there_are_named():
+    keywords = {"scheme": "W8A8", "dataset": [{"input_ids": torch.ones_like(IDS)}], "pipeline": "sequential"}
+    assert refused(ModelError, **keywords) == (
+        "no repeated blocks were found in this model. Name them in sequential_targets, or use basic."
+    )
+    message = refused(ModelError, **keywords, sequential_targets="Block")
+    assert message == "sequential_targets: 'Block' matches no module."
+    assert oneshot(Flat(), **keywords, sequential_targets=["first", "second"]).pipeline == "sequential"
+
+
+def test_text_needs_a_tokenizer():
+    message = refused(DataError, scheme="W8A8", dataset=["Once upon a time"])
+    assert message == "data: there is text in it, and no tokenizer. Give tokenizer=, or token ids."
+
+
+def test_a_layer_that_saw_nothing_is_named():
+    ids = [{"input_ids": IDS + (IDS == 1)}]
+    assert refused(CalibrationError, scheme="W8A8", dataset=ids) == (
+        "second: saw 0 tokens in calibration, so it has no input scale. Add samples, or make its activations dynamic."
+    )
+
+
+def test_a_device_that_is_not_there_is_refused():
+    message = refused(ModelError, scheme="W8A8_DYNAMIC", device="nowhere")
+    assert message.startswith("device: 'nowhere' cannot be used here (")
+    assert message.endswith("). Use cpu, or leave it out.")
+
+
+def test_a_dtype_that_models_are_not_in_is_refused():
+    message = refused(ModelError, "nowhere", scheme="W8A8_DYNAMIC", dtype="bfloat61")
+    assert message == "dtype: there is no 'bfloat61'. Did you mean 'bfloat16'? Use auto, float32, bfloat16, float16."
+
+
+@pytest.mark.parametrize("field", ["targets", "ignore"])
+def test_what_matches_nothing_is_refused_if_strict(field):
+    given = {"targets": ["Linear"], "ignore": []}
+    recipe = QuantizationModifier(scheme="W8A8_DYNAMIC", **{**given, field: [*given[field], "third"]})
+    note = f"{field}: 'third' matches no module."
+    assert oneshot(Flat(), recipe=recipe).notes == [note]
+    assert refused(StrictError, recipe=recipe, strict=True) == note
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_loses_by_static_scales_is_named_with_what_would_not():
+    model = Flat()
+    with torch.no_grad():
+        model.embed.weight[2] *= 500  # loud, and not among the first tokens, by which outputs are judged
+    quiet, loud = IDS.clamp(min=3), torch.full((1, 24), 2)
+    for ids in (quiet, loud):
+        ids[:, 0] = 1
+    recipe = QuantizationModifier(scheme="W8A8", activation_observer="static_minmax")
+    result = oneshot(model, recipe=recipe, dataset=[{"input_ids": ids} for ids in (quiet, loud)])
+    notes = [note for note in result.notes if note.startswith("first: ")]
+    figures = {layer.name: layer.output_db for layer in result.layers}
+    static, _, dynamic = (
+        notes[0]
+        .removeprefix("first: its output keeps ")
+        .partition(" dB with one static scale for all tokens, and would keep ")
+    )
+    assert float(static) == pytest.approx(figures["first"], abs=0.05) and float(static) < 20
+    assert dynamic.endswith(" dB with W8A8_DYNAMIC.") and float(dynamic.split()[0]) > 35
+    assert not any(
+        "W8A8_DYNAMIC" in note for note in oneshot(Flat(), recipe=recipe, dataset=[{"input_ids": quiet}]).notes
+    )
+
+
+BF16_NOTE = (
+    "dtype: transformers restores NVFP4 and MX weights in bfloat16, and this model is in {0}. "
+    "Load the checkpoint with dtype=torch.bfloat16, or quantise it in bfloat16."
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4", "MXFP8"])
+def test_formats_that_are_restored_in_bf16_are_loaded_in_it(scheme, dtype, tmp_path):
+    note = BF16_NOTE.format(str(dtype).removeprefix("torch."))
+    result = oneshot(tiny_llama(dtype), scheme=scheme, output_dir=tmp_path / "out")
+    assert result.notes == [note]
+    assert json.loads((tmp_path / "out" / "scalewright.json").read_text())["notes"] == [note]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")(input_ids=IDS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert loaded(input_ids=IDS).logits.isfinite().all()
+    assert refused(StrictError, tiny_llama(dtype), scheme=scheme, strict=True) == note
+    assert oneshot(tiny_llama(torch.bfloat16), scheme=scheme, strict=True).notes == []
+
+
+@pytest.mark.parametrize("name", [name for name in scheme_names() if scheme_named(name).weights is not None])
+def test_the_note_on_bf16_is_there_where_weights_are_restored_in_it(name):
+    result = oneshot(tiny_llama(), scheme=name, dataset=IDS)
+    layer = result.layers[0]
+    compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
+    restored = compressor.decompress(dict(layer.compressed), layer.scheme)["weight"]
+    has_note = BF16_NOTE.format("float32") in result.notes
+    assert has_note == (restored.dtype == torch.bfloat16)
+
+
+def test_a_plan_has_the_note_too():
+    recipe = QuantizationModifier(scheme="MXFP4", ignore=["lm_head"])
+    assert plan_of(tiny_llama(), recipe).notes == [BF16_NOTE.format("float32")]
+    assert plan_of(tiny_llama(), recipe, dtype="bfloat16").notes == []
+
+
+def test_a_note_that_holds_for_several_stages_is_there_once():
+    def stage(target: str) -> dict[str, object]:
+        return {"modifiers": {"QuantizationModifier": {"scheme": "MXFP4", "targets": [target]}}}
+
+    recipe = {"a_stage": stage("*.q_proj"), "b_stage": stage("*.k_proj")}
+    assert oneshot(tiny_llama(), recipe=recipe).notes == [BF16_NOTE.format("float32")]
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", ["data_free", "basic", "sequential"])
+def test_steps_count_up_to_the_end_and_name_all_layers(pipeline, tmp_path):
+    steps: list[tuple[str, str, int, int]] = []
+    dataset = None if pipeline == "data_free" else [{"input_ids": IDS[:4]}, {"input_ids": IDS[4:]}]
+    result = oneshot(
+        tiny_llama(),
+        scheme="W4A16",
+        recipe=None,
+        dataset=dataset,
+        pipeline=pipeline,
+        output_dir=tmp_path / "out",
+        on_step=lambda *step: steps.append(step),
+    )
+    by_phase = {phase: [step for step in steps if step[0] == phase] for phase, *_ in steps}
+    assert list(by_phase) == ["loading", *["calibrating"] * (dataset is not None), "quantising", "writing"]
+    assert {what for _, what, *_ in by_phase["quantising"]} == {layer.name for layer in result.layers}
+    for phase, total in (("calibrating", IDS.numel()), ("quantising", 7)):
+        found = by_phase.get(phase, [])
+        done = [step[2] for step in found]
+        assert done == sorted(done) and {step[3] for step in found} <= {total}
+        assert not found or (done[0], done[-1]) == (0, total)
+
+
+class Blocks(nn.Module):
+    """Three blocks, of which the second is left out where no token is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(96, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for i, block in enumerate(self.blocks):
+            hidden = block(hidden) if i != 1 or bool((input_ids == 1).any()) else hidden
+        return hidden
+
+
+def test_steps_of_blocks_count_each_block_and_batch():
+    steps: list[tuple[str, str, int, int]] = []
+    half = IDS.numel() // 2
+    oneshot(
+        Blocks(),
+        scheme="W8A8",
+        dataset=[{"input_ids": torch.full((4, 24), token)} for token in (1, 2)],
+        pipeline="sequential",
+        sequential_targets="blocks.*",
+        on_step=lambda *step: steps.append(step),
+    )
+    shown = [(what, done / half) for phase, what, done, _ in steps if phase == "calibrating"]
+    batches = [("blocks.0", 0), ("blocks.0", 1), ("blocks.1", 2), ("blocks.2", 4), ("blocks.2", 5)]
+    assert shown == [step for what, done in batches for step in ((what, done), (what, done + 1))]
+    assert {total for phase, *_, total in steps if phase == "calibrating"} == {6 * half}
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_a_checkpoint_is_the_same_when_it_is_written_and_when_it_is_saved_later(scheme, tmp_path):
+    at_once = oneshot(tiny_llama(), scheme=scheme, dataset=IDS, output_dir=tmp_path / "at_once")
+    later = oneshot(tiny_llama(), scheme=scheme, dataset=IDS).save(tmp_path / "later")
+    copied = at_once.save(tmp_path / "copied")
+    first = files_of(tmp_path / "at_once")
+    assert first == files_of(copied) and first.keys() == files_of(later).keys()
+    assert first["model.safetensors"] == (later / "model.safetensors").read_bytes()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["at_once", "copied", "later"]
+
+
+def test_a_checkpoint_that_was_taken_away_cannot_be_copied(tmp_path):
+    result = oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(OutputError) as caught:
+        result.save(tmp_path / "second")
+    assert str(caught.value) == (
+        f"{tmp_path / 'second'}: the checkpoint was written to {tmp_path / 'first'}, and is not there any more. "
+        "Run again to write it here."
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["moved"]
+
+
+def test_weights_keep_their_place_in_memory_unless_they_share_it():
+    model = tiny_llama()
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    places = {name: each.weight.data_ptr() for name, each in layers.items()}
+    whole = torch.randn(2, 128, 128)
+    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(whole[0])
+    oneshot(model, scheme="W8A8_DYNAMIC")
+    for name, each in layers.items():
+        if "q_proj" not in name:
+            assert each.weight.data_ptr() == places[name], name
+    assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() != whole.data_ptr()
