@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from small_model import read_bytes, samples_of, trained
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,7 +56,7 @@ def main() -> None:
         )
         console.print(layers_table(result.to_dict()["layers"]))
         for note in result.notes:
-            console.print(f"[yellow]note[/] {note}", highlight=False)
+            console.print(f"[yellow]note[/] {escape(note)}", highlight=False)
         size = sum(each.stat().st_size for each in out.iterdir())
         with redirect_stderr(io.StringIO()):  # the loader's bars
             loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=model.dtype)

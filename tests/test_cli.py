@@ -1,5 +1,7 @@
 """The command line, in this process and as a command: what it prints, writes, and exits with."""
 
+import inspect
+import io
 import json
 import re
 import subprocess
@@ -8,10 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from scalewright import cli
 from scalewright.cli import app
+from scalewright.modifiers.schemes import scheme_names
+from scalewright.observers import Observer
+from scalewright.oneshot import oneshot
 
 IDS = torch.randint(0, 96, (8, 24), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -42,19 +50,25 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
-def run(*words: object, code: int = 0) -> str:
+def invoke(*words: object, code: int = 0):
     result = CliRunner().invoke(app, [str(each) for each in words])
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result.output
+    return result
+
+
+def run(*words: object) -> str:
+    """What a command prints; nothing but results, for no terminal is at hand."""
+    result = invoke(*words)
+    assert result.stderr == ""
+    return result.stdout
 
 
 def error_of(*words: object) -> str:
-    """The one line that a mistake gets; exit code 2, and no traceback."""
-    output = run(*words, code=2)
-    assert "Traceback" not in output
-    lines = [line for line in output.splitlines() if line.startswith("error ")]
-    assert len(lines) == 1, output
-    return lines[0].removeprefix("error ")
+    """The one line that a mistake gets, on stderr; exit code 2, and nothing else is printed."""
+    result = invoke(*words, code=2)
+    head, line, *others = re.split("^(?=error )", result.stderr, flags=re.MULTILINE)
+    assert (result.stdout, head, others, line.count("\n")) == ("", "", [], 1), result.output
+    return line.removeprefix("error ").removesuffix("\n")
 
 
 def test_quantize_writes_a_checkpoint_and_prints_the_table_of_layers(model, data, tmp_path):
@@ -65,65 +79,212 @@ def test_quantize_writes_a_checkpoint_and_prints_the_table_of_layers(model, data
 
 
 def test_quantize_for_machines_prints_nothing_but_json(model, tmp_path):
-    output = run("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--json")
-    found = json.loads(output[output.index("{") :])
+    found = json.loads(run("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--json"))
     assert found["pipeline"] == "data_free" and len(found["layers"]) == 14
     assert {"weight_db", "gain_db", "output_db", "above_optimum", "observers"} <= set(found["layers"][0])
 
 
+SCHEMES, OBSERVERS = ", ".join(scheme_names()), ", ".join(sorted(Observer.registered_names()))
+MISTAKES = [
+    (("--scheme", "W4A17"), f"there is no scheme 'W4A17'. Did you mean 'W4A16'? Schemes: {SCHEMES}."),
+    (
+        ("--scheme", "W4A16", "--observer", "msee"),
+        f"there is no observer 'msee'. Did you mean 'mse'? Observers: {OBSERVERS}.",
+    ),
+    (
+        ("--scheme", "W4A16", "--group-size", 96),
+        "model.layers.0.self_attn.q_proj.weight: 128 columns do not divide into groups of 96 (remainder 32). "
+        "Use group_size 64 or 128, or ignore this layer.",
+    ),
+    (
+        ("--scheme", "W8A8", "--group-size", 32),
+        "group_size: the scheme's weights have no groups. Leave it out.",
+    ),
+    (
+        ("--scheme", "W4A16", "--pipeline", "quick"),
+        "there is no pipeline 'quick'. Pipelines: auto, data_free, basic, sequential.",
+    ),
+    (
+        ("--scheme", "W4A16", "--pipeline", "sequentail"),
+        "there is no pipeline 'sequentail'. Did you mean 'sequential'? Pipelines: auto, data_free, basic, sequential.",
+    ),
+    (
+        ("--scheme", "W4A16", "--pipeline", "basic"),
+        "the basic pipeline runs data through the model. Give a dataset.",
+    ),
+    (
+        ("--scheme", "FP8", "--data", "ids.jsonl", "--pipeline", "data_free"),
+        "the recipe has static activation scales, so it cannot be run data_free.",
+    ),
+    (
+        ("--scheme", "W4A16", "--data", "ids.jsonl", "--pipeline", "sequential", "--sequential-targets", "Block"),
+        "sequential_targets: ['Block'] matches no module.",
+    ),
+    (
+        ("--scheme", "W4A16", "--dtype", "float33"),
+        "dtype: there is no 'float33'. Did you mean 'float32'? Use auto, float32, bfloat16, float16.",
+    ),
+    ((), "give either --scheme or --recipe."),
+    (("--recipe", "nowhere.yaml", "--scheme", "W4A16"), "give either --scheme or --recipe."),
+    (("--recipe", "nowhere.yaml"), "nowhere.yaml: cannot be read (No such file or directory)."),
+    (
+        ("--recipe", "nowhere.yaml", "--group-size", 32),
+        "--group-size: the recipe says that. Leave it out, or change the recipe.",
+    ),
+    (
+        ("--recipe", "nowhere.yaml", "--observer", "mse", "--ignore", "a"),
+        "--observer, --ignore: the recipe says that. Leave it out, or change the recipe.",
+    ),
+]
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """From here on nothing may be calibrated or quantised."""
+
+    def refuse(*args, **keywords):
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr("scalewright.calibration.pipelines.Calibration.run", refuse)
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    """From here on no model may be loaded, either."""
+
+    def refuse(*args, **keywords):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(sys.modules["scalewright.oneshot"], "load_model", refuse)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("command", ["quantize", "plan"])
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_mistakes_are_one_line_and_exit_code_2_before_any_work(model, tmp_path, command, words, expected):
+    out = ("--out", tmp_path / "out") if command == "quantize" else ()
+    assert error_of(command, model, *out, *words) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--scheme", "W4A17"), "there is no scheme 'W4A17'. Did you mean 'W4A16'?"),
-        (("--scheme", "W4A16", "--observer", "msee"), "msee"),
-        (("--scheme", "W4A16", "--group-size", 96), "128 columns do not divide into groups of 96 (remainder 32)"),
-        (("--scheme", "W8A8", "--group-size", 32), "the scheme's weights have no groups"),
-        (("--scheme", "FP8"), "which are found by watching data. Give a dataset"),
-        (("--scheme", "FP8", "--data", "no/such.txt"), "no/such.txt"),
-        (("--scheme", "W4A16", "--pipeline", "quick"), "there is no pipeline 'quick'"),
-        ((), "give either --scheme or --recipe."),
-        (("--recipe", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
-        (("--recipe", "nowhere.yaml", "--scheme", "W4A16"), "give either --scheme or --recipe."),
-        (("--recipe", "nowhere.yaml", "--group-size", 32), "--group-size: the recipe says that."),
+        (
+            ("--scheme", "FP8"),
+            r"the recipe has static activation scales, which are found by watching data\. Give a dataset, or use a "
+            r"scheme with dynamic activations\.",
+        ),
+        (("--scheme", "FP8", "--data", "no/such.txt"), r"no/such\.txt: there is no such file\."),
+        (
+            ("--scheme", "W4A16", "--device", "nowhere"),
+            r"device: 'nowhere' cannot be used here \(.+\)\. Use cpu, or .*",
+        ),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(model, tmp_path, words, expected):
-    assert expected in error_of("quantize", model, "--out", tmp_path / "out", *words)
-    assert not (tmp_path / "out").exists()
+def test_mistakes_that_only_a_run_can_show(model, tmp_path, words, expected):
+    assert re.fullmatch(expected, error_of("quantize", model, "--out", tmp_path / "out", *words))
+    assert list(tmp_path.iterdir()) == []
 
 
+def test_text_for_which_there_is_no_tokenizer(model, tmp_path):
+    (tmp_path / "calib.txt").write_text("Once upon a time.")
+    words = ("quantize", model, "--scheme", "FP8", "--data", tmp_path / "calib.txt", "--out", tmp_path / "out")
+    assert error_of(*words) == "data: there is text in it, and no tokenizer. Give tokenizer=, or token ids."
+    nowhere = error_of(*words, "--tokenizer", tmp_path / "nowhere")
+    assert nowhere == f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded."
+
+
+def test_what_is_wrong_with_data_is_said(model, tmp_path):
+    ids = tmp_path / "ids.jsonl"
+    words = ("quantize", model, "--scheme", "FP8", "--data", ids, "--out", tmp_path / "out")
+    ids.write_text(json.dumps({"input_ids": [1, 2, 96]}))
+    assert error_of(*words) == (
+        "ids.jsonl: token id 96 is outside the model's vocabulary of 96 tokens. Use the model's own tokenizer."
+    )
+    ids.write_text(json.dumps({"input_ids": list(range(32))}))
+    few = "ids.jsonl: 512 samples were asked for, and there are 1."
+    assert f"note {few}\n" in run(*words)
+    little = "ids.jsonl: 32 tokens are little to calibrate with; scales may not fit other text. Give 2048 or more."
+    assert f"note {little}\n" in run(*words, "--samples", 1, "--overwrite")
+    assert error_of(*words, "--overwrite", "--strict") == few
+    assert error_of(*words, "--column", "input_idz", "--overwrite") == (
+        "ids.jsonl: there is no column 'input_idz'. Did you mean 'input_ids'? Columns: input_ids. "
+        "Name one of them as column."
+    )
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_mistake_in_a_recipe_has_its_file_and_line(model, tmp_path, suffix):
+    path = tmp_path / f"mine.{suffix}"
+    path.write_text('{"modifiers":\n  {"QuantizationModifier":\n    {"scheme": "W4A16",\n     "ignored": []}}}')
+    message = error_of("quantize", model, "--recipe", path, "--out", tmp_path / "out")
+    assert message.startswith(f"mine.{suffix}:4: QuantizationModifier has no 'ignored'. Did you mean 'ignore'? It has:")
+
+
+@pytest.mark.usefixtures("no_loading")
 def test_an_output_that_is_there_is_refused_before_any_work(model, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     words = ("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out")
-    assert error_of(*words).endswith("out: exists already and is not empty. Give another folder, or overwrite.")
-    run(*words, "--overwrite")
-    assert not (tmp_path / "out" / "mine").exists()
-    (tmp_path / "file").touch()
-    assert error_of("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "file").endswith("Give a folder.")
+    assert error_of(*words) == (
+        f"{tmp_path / 'out'}: exists already and is not empty. Give another folder, or overwrite."
+    )
+    assert (tmp_path / "out" / "mine").exists()
+    file = tmp_path / "out" / "mine"
+    assert error_of("quantize", model, "--scheme", "W4A16", "--out", file) == f"{file}: is a file. Give a folder."
 
 
-def test_an_output_that_cannot_be_written_is_refused(model, tmp_path, monkeypatch):
+def test_an_output_that_is_there_is_replaced_if_asked_for(model, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    run("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--overwrite")
+    assert not (tmp_path / "out" / "mine").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(model, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert "cannot be written to." in error_of("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out")
+    out = tmp_path / "new" / "out"
+    message = error_of("quantize", model, "--scheme", "W4A16", "--out", out)
+    assert message == f"{out}: {tmp_path} cannot be written to."
 
 
+@pytest.mark.usefixtures("no_work")
 def test_a_full_disk_is_noticed_before_any_work(model, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     message = error_of("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out")
-    assert re.search(r"the checkpoint takes about [\d.]+ GB, and 0.0 GB are free. Make room", message)
+    words = r"out: the checkpoint takes about [\d.]+ GB, and 0\.0 GB are free\. Make room, or give another folder\."
+    assert re.search(words + "$", message)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_notes_are_errors_if_strict(model, tmp_path):
-    words = ("quantize", model, "--scheme", "W4A16", "--ignore", "head_lm", "--out", tmp_path / "out")
-    assert "note ignore: 'head_lm' matches no module." in run(*words)
-    assert error_of(*words, "--strict", "--overwrite") == "ignore: 'head_lm' matches no module."
+@pytest.mark.parametrize("kind", ["ignore", "targets"])
+def test_what_matches_nothing_is_a_note_and_an_error_if_strict(model, tmp_path, kind):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"QuantizationModifier": {"scheme": "W8A16", kind: ["Linear", "head_[lm]"]}}))
+    if kind == "ignore":
+        recipe.write_text(json.dumps({"QuantizationModifier": {"scheme": "W8A16", kind: ["lm_head", "head_[lm]"]}}))
+    note = f"{kind}: 'head_[lm]' matches no module."
+    words = ("--recipe", recipe)
+    out = ("--out", tmp_path / "out")
+    assert f"note {note}\n" in run("quantize", model, *words, *out)  # brackets are no markup
+    assert f"note {note}\n" in run("plan", model, *words)
+    assert error_of("quantize", model, *words, *out, "--strict", "--overwrite") == note
+    assert error_of("plan", model, *words, "--strict") == note
+
+
+def test_a_recipe_that_means_no_layer(model, tmp_path):
+    message = error_of("plan", model, "--scheme", "W4A16", "--ignore", "*[a-z]*")
+    assert message.startswith("the recipe means no layer of this model.")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere"])
 def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert name in error_of("quantize", name, "--scheme", "W4A16", "--out", tmp_path / "out")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error_of("quantize", name, "--scheme", "W4A16", "--out", tmp_path / "out")
+    assert message == f"{name}: there is no such folder, and no model of that name could be loaded."
 
 
 def test_a_folder_without_a_model(tmp_path):
@@ -168,7 +329,197 @@ def test_schemes_and_observers_are_tables():
     "command", [[sys.executable, "-m", "scalewright"], [str(Path(sys.executable).parent / "scalewright")]]
 )
 def test_the_command_runs(command):
-    ran = subprocess.run([*command, "schemes"], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0 and "FP8_DYNAMIC" in ran.stdout
     ran = subprocess.run([*command, "quantise"], capture_output=True, text=True, check=False)
-    assert ran.returncode == 2 and "quantise" in ran.stderr
+    assert (ran.returncode, ran.stdout) == (2, "") and "quantise" in ran.stderr
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+SHARED_OPTIONS = {
+    "--recipe": (["mine.yaml"], "recipe", Path("mine.yaml")),
+    "--samples": ([7], "num_calibration_samples", 7),
+    "--seq-len": ([9], "max_seq_length", 9),
+    "--batch-size": ([3], "batch_size", 3),
+    "--pipeline": (["sequential"], "pipeline", "sequential"),
+    "--sequential-targets": (["a", "--sequential-targets", "b"], "sequential_targets", ["a", "b"]),
+    "--dtype": (["float16"], "dtype", "float16"),
+    "--strict": ([], "strict", True),
+    "--trust-remote-code": ([], "trust_remote_code", True),
+}
+OPTIONS = {
+    **SHARED_OPTIONS,
+    "--data": (["some.txt"], "dataset", "some.txt"),
+    "--out": (["out"], "output_dir", Path("out")),
+    "--overwrite": ([], "overwrite", True),
+    "--column": (["prompt"], "column", "prompt"),
+    "--split": (["test"], "split", "test"),
+    "--pack": ([], "pack", True),
+    "--no-pack": ([], "pack", False),
+    "--tokenizer": (["other"], "tokenizer", "other"),
+    "--seed": ([5], "seed", 5),
+    "--no-moe-calibrate-all-experts": ([], "moe_calibrate_all_experts", False),
+    "--device": (["cpu"], "device", "cpu"),
+}
+TAKEN_OTHERWISE = {"model", "scheme", "on_step"}
+
+
+class StopError(Exception):
+    """Ends a command where its work would begin."""
+
+
+def given_to(monkeypatch, module: str, name: str, *words: object) -> dict[str, object]:
+    """The keywords that a command calls a function with."""
+    found: dict[str, object] = {}
+
+    def keep(model, recipe=None, **keywords):
+        found.update(keywords, model=model, recipe=recipe)
+        raise StopError
+
+    monkeypatch.setattr(sys.modules[module], name, keep)
+    result = CliRunner().invoke(app, [str(each) for each in words])
+    assert isinstance(result.exception, StopError), result.output
+    return found
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_quantize_reach_oneshot(option, monkeypatch):
+    values, name, expected = OPTIONS[option]
+    words = ["quantize", "MODEL", "--out", "OUT", "--recipe", "other.yaml"]
+    defaults = given_to(monkeypatch, "scalewright.oneshot", "oneshot", *words)
+    assert defaults["model"] == "MODEL" and defaults[name] != expected
+    assert given_to(monkeypatch, "scalewright.oneshot", "oneshot", *words, option, *values)[name] == expected
+    known = inspect.signature(oneshot).parameters
+    asked = {each: known[each].default for each in defaults if each not in ("model", "recipe", "output_dir", "on_step")}
+    assert {each: defaults[each] for each in asked} == asked, "the defaults are those of oneshot"
+
+
+def test_quantize_has_an_option_for_whatever_oneshot_takes():
+    taken = {name for _, name, _ in OPTIONS.values()}
+    assert taken | TAKEN_OTHERWISE == set(inspect.signature(oneshot).parameters)
+
+
+@pytest.mark.parametrize("option", SHARED_OPTIONS)
+def test_options_of_plan_reach_the_plan(option, monkeypatch):
+    values, name, expected = SHARED_OPTIONS[option]
+    name = {"num_calibration_samples": "num_samples"}.get(name, name)
+    words = ["plan", "MODEL", "--recipe", "other.yaml", option, *values]
+    assert given_to(monkeypatch, "scalewright.planning", "plan_of", *words)[name] == expected
+
+
+def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):
+    words = ["--scheme", "W4A16", "--group-size", 32, "--observer", "mse", "--ignore", "a", "--ignore", "b"]
+    modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", "plan", "MODEL", *words)["recipe"]
+    assert modifier.given == {
+        "targets": ["Linear"],
+        "scheme": "W4A16",
+        "group_size": 32,
+        "weight_observer": "mse",
+        "ignore": ["a", "b"],
+    }
+
+
+def test_samples_are_packed_if_asked_for(model, data, tmp_path):
+    words = ("quantize", model, "--scheme", "FP8", "--data", data, "--seq-len", 32, "--json", "--out")
+    num_samples = {
+        option: json.loads(run(*words, tmp_path / f"out{option}", option))["num_samples"]
+        for option in ("--pack", "--no-pack")
+    }
+    assert num_samples == {"--pack": len(IDS) * len(IDS[0]) // 32, "--no-pack": len(IDS)}
+
+
+def test_a_plan_depends_on_what_it_is_told(model):
+    def found(*words):
+        return json.loads(run("plan", model, "--scheme", "NVFP4", "--json", *words))
+
+    plain = found("--samples", 4096)
+    assert found("--samples", 4096, "--dtype", "bfloat16")["bytes_before"] * 2 == plain["bytes_before"]
+    assert found("--samples", 4096, "--batch-size", 4096)["peak_bytes"] > plain["peak_bytes"]
+    blocks = ("--pipeline", "sequential", "--data", "some.txt", "--sequential-targets")
+    assert found(*blocks, "LlamaMLP", "--sequential-targets", "LlamaAttention")["blocks"] == 4
+    assert found(*blocks, "LlamaDecoderLayer")["blocks"] == 2
+    memory = {
+        length: found("--pipeline", "sequential", "--data", "some.txt", "--seq-len", length)["peak_bytes"]
+        for length in (32, 64, 4096)
+    }
+    assert memory[32] < memory[64] == memory[4096], "the model has 64 positions"
+
+
+# ---- what a user sees ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    """What goes to the screen of a user who sits at a terminal."""
+    screen = io.StringIO()
+    monkeypatch.setattr(cli, "_err", Console(file=screen, force_terminal=True, width=100))
+    return screen
+
+
+@pytest.mark.parametrize(("pipeline", "where"), [("basic", "batch 1 of 1"), ("sequential", "model.layers.1 ")])
+def test_progress_shows_layers_and_throughput(model, data, tmp_path, terminal, pipeline, where):
+    words = ("--scheme", "FP8", "--data", data, "--pipeline", pipeline, "--out", tmp_path / "out", "--samples", 8)
+    stdout = run("quantize", model, *words)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    last = [line.rstrip() for line in shown.splitlines() if line.strip()][-4:]
+    assert [line.split()[0] for line in last] == ["loading", "calibrating", "quantising", "writing"]
+    assert re.search(r"100 %, [\d,.]+ tokens/s, \d+ s +" + where, last[1] + " ")
+    assert re.search(r"100 %, [\d,.]+ layers/s, \d+ s +model\.layers\.1\.mlp\.down_proj$", last[2])
+    assert last[0].endswith("LlamaForCausalLM") and last[3].endswith("out")
+    assert "calibrating" not in stdout and stdout.count("_proj") == 14
+
+
+def test_machines_are_shown_no_progress(model, tmp_path, terminal):
+    found = json.loads(run("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--json"))
+    assert found["out"] == str(tmp_path / "out") and terminal.getvalue() == ""
+
+
+def test_a_pace_says_how_fast_and_how_long_yet():
+    now = [0.0]
+    progress = Progress(get_time=lambda: now[0])
+    progress.add_task("calibrating", total=10_000)
+    [task] = progress.tasks
+
+    def step(seconds: float, done: int) -> str:
+        now[0] += seconds
+        progress.update(task.id, completed=done)
+        return cli._Pace().render(task).plain.strip()
+
+    assert step(0, 0) == "0 %"
+    assert step(1, 2000) == "20 %, 2,000 tokens/s, 4 s left"
+    assert step(999, 4000) == "40 %, 4.0 tokens/s, 25 min 0 s left"
+    assert step(1000, 10_000) == "100 %, 5.0 tokens/s, 33 min 20 s"
+    assert step(500, 10_000) == "100 %, 5.0 tokens/s, 33 min 20 s", "the clock stops at the end"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7800, "2 h 10 min")]
+)
+def test_time_in_words(seconds, words):
+    assert cli.in_time(seconds) == words
+
+
+def test_a_figure_that_no_layer_has_takes_no_column(model, tmp_path):
+    output = run("quantize", model, "--scheme", "W8A8_DYNAMIC", "--out", tmp_path / "out")
+    assert "weight dB" in output and "output dB" not in output
+
+
+def test_a_row_of_the_plan_stands_under_its_heads(model):
+    lines = run("plan", model, "--scheme", "W4A16").splitlines()
+    head = next(line for line in lines if "such as" in line)
+    row = next(line for line in lines if "q_proj" in line)
+    assert row.index("model.layers.0.self_attn.q_proj") == head.index("such as")
+    assert row[head.index("layers") :].startswith("14 ")
+
+
+# ---- exit codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "words"), [(KeyboardInterrupt, "stopped; nothing was written.\n"), (OSError, "")])
+def test_what_breaks_or_is_stopped_has_exit_code_1(error, words, model, tmp_path, monkeypatch):
+    def fail(*args, **keywords):
+        raise error
+
+    monkeypatch.setattr("scalewright.calibration.pipelines.Calibration.run", fail)
+    result = invoke("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", code=1)
+    assert (result.stdout, result.stderr) == ("", words)
+    assert list(tmp_path.iterdir()) == []

@@ -618,6 +618,23 @@ TEXT_ERRORS = [
         "7: there is no modifier 'GptModifier'. Modifiers: {modifiers}.",
     ),
     (
+        "modifiers:\n  QuantizationModifer:\n    scheme: W4A16\n",
+        "2: there is no modifier 'QuantizationModifer'. Did you mean 'QuantizationModifier'? Modifiers: {modifiers}.",
+    ),
+    (
+        "a_stage:\n  a_modifiers: {QuantizationModifier: {scheme: W4A16}}\n  a_modifers: {}\n",
+        "3: a stage has no 'a_modifers'. Did you mean 'a_modifiers'? It has: a_modifiers.",
+    ),
+    (
+        HEAD + "    scheme: W8A8\n    activation_observer: minmx\n",
+        "4: there is no observer 'minmx'. Did you mean 'minmax'? Observers: {observers}.",
+    ),
+    (
+        HEAD + "    weights: {num_bits: 4, strategy: grup}\n",
+        "3: weights: there is no strategy 'grup'. Did you mean 'group'? Choices: tensor, channel, group, tensor_group, "
+        "block, token, attn_head.",
+    ),
+    (
         "- QuantizationModifier: {scheme: W4A16}\n- modifers: {}\n",
         "2: a recipe has no 'modifers'. Did you mean 'modifiers'? It has: modifiers, <name>_stage.",
     ),
@@ -667,6 +684,21 @@ def test_an_error_in_a_file_says_the_line(text, expected, tmp_path):
     if text.startswith(HEAD + "    ") and "twice" not in expected and "2020" not in text:
         words = expected.partition(": ")[2]
         assert message(yaml.safe_load(text)) == f"recipe.modifiers.QuantizationModifier: {words}"
+
+
+@pytest.mark.parametrize("indent", ["  ", "\t"])
+def test_an_error_in_a_json_file_says_the_line(indent, tmp_path):
+    given = {"modifiers": {"QuantizationModifier": {"scheme": "W4A16", "weight_observer": {"name": "mse", "gird": 5}}}}
+    text = json.dumps(given, indent=indent)
+    line = next(i for i, each in enumerate(text.splitlines(), start=1) if "gird" in each)
+    assert message(in_file(tmp_path, text, "mine.json")) == (
+        f"mine.json:{line}: observer 'mse' has no knob 'gird'. Did you mean 'grid'? "
+        "Knobs: averaging_constant, expand, grid, maxshrink, norm, patience."
+    )
+    assert message(in_file(tmp_path, "{}", "mine.json")) == f"mine.json:1: {NOTHING}"
+    assert message(in_file(tmp_path, '{"modifiers":\n [}', "mine.json")).startswith(
+        "mine.json:2: neither YAML nor JSON"
+    )
 
 
 def test_a_small_text_that_unfolds_to_a_huge_one_is_refused():

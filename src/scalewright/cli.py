@@ -1,23 +1,29 @@
 """The command line: it parses, prints and sets exit codes; the work is done elsewhere.
 
-Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be done.
+Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be done. Results go to stdout; progress,
+errors and nothing else to stderr.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+from typing_extensions import override
 
-from scalewright.errors import ScalewrightError
+from scalewright.errors import RecipeError, ScalewrightError
 from scalewright.observers.catalog import COLUMNS, observer_rows
 
 app = typer.Typer(
@@ -29,69 +35,152 @@ app = typer.Typer(
 _out = Console(width=None if Console().is_terminal else 140)
 _err = Console(stderr=True)
 
-Model = Annotated[str, typer.Argument(help="A folder with a model, or its name on the hub.")]
-Scheme = Annotated[str | None, typer.Option(help="The scheme: W4A16, FP8_DYNAMIC, NVFP4, ... (see `schemes`).")]
-RecipeFile = Annotated[Path | None, typer.Option(help="A recipe, in YAML or JSON, instead of a scheme.")]
-GroupSize = Annotated[int | None, typer.Option(help="Weights that share a scale, instead of the scheme's number.")]
-WeightObserver = Annotated[str | None, typer.Option("--observer", help="The observer of weights (see `observers`).")]
-Ignore = Annotated[list[str] | None, typer.Option(help="Modules to leave as they are; may be repeated. [lm_head]")]
-Data = Annotated[
-    str | None, typer.Option(help="Calibration data: a .txt, .jsonl, .json, .csv or .parquet file, or a hub name.")
-]
-Column = Annotated[str | None, typer.Option(help="The column of the data that has the text, messages or ids.")]
-NumSamples = Annotated[int, typer.Option("--samples", min=1, help="How many samples to calibrate with.")]
-SeqLen = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most. [2048, or the model's context]")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples at a time. [about 2048 tokens]")]
-Pipeline = Annotated[str, typer.Option(help="auto, data_free, basic or sequential.")]
-Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, ...")]
-Dtype = Annotated[str, typer.Option(help="auto keeps the model's own; float32, bfloat16, float16.")]
-Seed = Annotated[int, typer.Option(help="For the choice of samples.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Notes are errors.")]
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+_recipe_option = partial(typer.Option, rich_help_panel="What to do")
+_data_option = partial(typer.Option, rich_help_panel="Calibration data")
+_run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `quantize` does and `plan` tells: the options that both have."""
+
+    model: Annotated[str, typer.Argument(help="A folder with a model, or its name on the hub.")]
+    scheme: Annotated[
+        str | None, _recipe_option(help="The scheme: W4A16, FP8_DYNAMIC, NVFP4, ... (see `schemes`).")
+    ] = None
+    recipe: Annotated[Path | None, _recipe_option(help="A recipe, in YAML or JSON, instead of a scheme.")] = None
+    group_size: Annotated[
+        int | None, _recipe_option(help="Weights that share a scale.", show_default="the scheme's number")
+    ] = None
+    observer: Annotated[
+        str | None, _recipe_option(help="The observer of weights (see `observers`).", show_default="the best")
+    ] = None
+    ignore: Annotated[
+        list[str] | None,
+        _recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+    ] = None
+    data: Annotated[
+        str | None, _data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
+    ] = None
+    samples: Annotated[int, _data_option(min=1, help="How many samples to calibrate with.")] = 512
+    seq_len: Annotated[
+        int | None, _data_option(min=1, help="Tokens of a sample at most.", show_default="2048, or the model's context")
+    ] = None
+    batch_size: Annotated[
+        int | None, _data_option(min=1, help="Samples at a time.", show_default="as the memory allows")
+    ] = None
+    pipeline: Annotated[str, _run_option(help="auto, data_free, basic or sequential.")] = "auto"
+    sequential_targets: Annotated[
+        list[str] | None,
+        _run_option(
+            "--sequential-targets",
+            help="Modules that sequential goes through one by one; may be repeated.",
+            show_default="the model's blocks",
+        ),
+    ] = None
+    dtype: Annotated[str, _run_option(help="auto keeps the model's own; float32, bfloat16, float16.")] = "auto"
+    strict: Annotated[bool, _run_option("--strict", help="Notes are errors.")] = False
+    trust_remote_code: Annotated[
+        bool, _run_option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
+
+    def parsed_recipe(self) -> Any:
+        """The recipe that the options stand for."""
+        from scalewright.calibration.plan import LM_HEAD
+        from scalewright.modifiers import QuantizationModifier
+
+        if (self.scheme is None) == (self.recipe is None):
+            raise RecipeError("give either --scheme or --recipe.")
+        if self.recipe is None:
+            return QuantizationModifier(
+                targets=["Linear"],
+                scheme=self.scheme,
+                group_size=self.group_size,
+                weight_observer=self.observer,
+                ignore=self.ignore or [LM_HEAD],
+            )
+        said = {"--group-size": self.group_size, "--observer": self.observer, "--ignore": self.ignore}
+        given = [name for name, value in said.items() if value]
+        if given:
+            raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
+        return self.recipe
+
+
+def _with_job(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its first argument, a `Job`, as options of its own."""
+    shared = inspect.signature(Job, eval_str=True).parameters
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(Job(**{name: given.pop(name) for name in shared}), **given)
+
+    every = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*shared.values(), *own)]
+    vars(run)["__signature__"] = inspect.Signature(every)
+    run.__annotations__ = {each.name: each.annotation for each in every}
+    return run
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 @app.command()
+@_with_job
 def quantize(
-    model: Model,
+    job: Job,
     out: Annotated[Path, typer.Option(help="The folder for the checkpoint.")],
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    group_size: GroupSize = None,
-    observer: WeightObserver = None,
-    ignore: Ignore = None,
-    data: Data = None,
-    column: Column = None,
-    samples: NumSamples = 512,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    pipeline: Pipeline = "auto",
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    strict: Strict = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    column: Annotated[str | None, _data_option(help="The column that has the text, messages or ids.")] = None,
+    split: Annotated[str, _data_option(help="The split of a dataset.")] = "train",
+    pack: Annotated[
+        bool | None,
+        _data_option(
+            "--pack/--no-pack",
+            help="Whether to join samples and cut them into full sequences.",
+            show_default="where a text file has lines",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, _data_option(help="A folder or hub name to take it from.", show_default="the model's")
+    ] = None,
+    seed: Annotated[int, _data_option(help="For the choice of samples.")] = 0,
+    moe_calibrate_all_experts: Annotated[
+        bool,
+        _run_option(
+            "--moe-calibrate-all-experts/--no-moe-calibrate-all-experts",
+            help="Whether each expert of a mixture sees every token.",
+            show_default="it does",
+        ),
+    ] = True,
+    device: Annotated[str | None, _run_option(help="Where to run: cpu, cuda, ...", show_default="cpu")] = None,
     as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Quantise a model and write the checkpoint."""
     from scalewright.oneshot import oneshot
 
     with _failing_politely(), _progress(quiet=as_json) as on_step:
         result = oneshot(
-            model,
-            recipe=_recipe(scheme, recipe, group_size, observer, ignore),
-            dataset=data,
+            job.model,
+            recipe=job.parsed_recipe(),
+            dataset=job.data,
             output_dir=out,
-            num_calibration_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
+            tokenizer=tokenizer,
+            num_calibration_samples=job.samples,
+            max_seq_length=job.seq_len,
+            batch_size=job.batch_size,
             column=column,
-            pipeline=pipeline,
+            pack=pack,
+            split=split,
+            pipeline=job.pipeline,
+            sequential_targets=job.sequential_targets or None,
+            moe_calibrate_all_experts=moe_calibrate_all_experts,
             device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            strict=strict,
+            dtype=job.dtype,
+            trust_remote_code=job.trust_remote_code,
+            strict=job.strict,
             overwrite=overwrite,
             seed=seed,
             on_step=on_step,
@@ -100,57 +189,46 @@ def quantize(
         print(json.dumps({**result.to_dict(), "out": str(out)}))
         return
     _out.print(layers_table(result.to_dict()["layers"]))
-    for note in result.notes:
-        _out.print(f"[yellow]note[/] {note}", highlight=False)
+    _tell(result.notes)
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
-    _out.print(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).", highlight=False)
+    _say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
 
 
 @app.command()
-def plan(
-    model: Model,
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    group_size: GroupSize = None,
-    observer: WeightObserver = None,
-    ignore: Ignore = None,
-    data: Data = None,
-    samples: NumSamples = 512,
-    seq_len: SeqLen = None,
-    pipeline: Pipeline = "auto",
-    as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+@_with_job
+def plan(job: Job, as_json: AsJson = False) -> None:
     """Say what `quantize` would do: layers, observers, bits, size, memory, time. Writes nothing."""
     from scalewright.planning import plan_of
 
     with _failing_politely():
         found = plan_of(
-            model,
-            _recipe(scheme, recipe, group_size, observer, ignore),
-            has_data=data is not None,
-            num_tokens=samples * (seq_len or 2048),
-            pipeline=pipeline,
-            trust_remote_code=trust_remote_code,
+            job.model,
+            job.parsed_recipe(),
+            has_data=job.data is not None,
+            num_samples=job.samples,
+            max_seq_length=job.seq_len,
+            batch_size=job.batch_size,
+            pipeline=job.pipeline,
+            sequential_targets=job.sequential_targets or None,
+            dtype=job.dtype,
+            trust_remote_code=job.trust_remote_code,
+            strict=job.strict,
         )
     if as_json:
         print(json.dumps(found.to_dict()))
         return
-    table = _table(f"{model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
+    table = _table(f"{job.model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
     for row in found.groups:
-        table.add_row(str(row.count), row.example, row.weights, row.activations, row.observers, f"{row.bits:.2f}")
+        table.add_row(row.example, str(row.count), row.weights, row.activations, row.observers, f"{row.bits:.2f}")
     _out.print(table)
-    for note in found.notes:
-        _out.print(f"[yellow]note[/] {note}", highlight=False)
+    _tell(found.notes)
     for line in found.summary():
-        _out.print(line, highlight=False)
+        _say(line)
 
 
 @app.command()
 def schemes(as_json: AsJson = False) -> None:
     """Show all schemes."""
-    from dataclasses import asdict
-
     from scalewright.modifiers.schemes import scheme_rows
 
     rows = scheme_rows()
@@ -175,6 +253,9 @@ def observers(as_json: AsJson = False) -> None:
     _out.print(table)
 
 
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
 def layers_table(rows: list[dict[str, Any]]) -> Table:
     """The table of layers that `quantize` prints; what all of them have in common stands above it."""
     words = [
@@ -187,59 +268,40 @@ def layers_table(rows: list[dict[str, Any]]) -> Table:
     ]
     varying = [key for key in words[0] if len({row[key] for row in words}) > 1]
     common = "; ".join(f"{key}: {words[0][key]}" for key in words[0] if key not in varying)
-    table = _table(f"{len(rows)} layers; {common}" if common else f"{len(rows)} layers", "layer", *varying, *_FIGURES)
+    shown = [each for each in _FIGURES if any(row[_FIGURES[each][0]] is not None for row in rows)]
+    table = _table(f"{len(rows)} layers; {common}" if common else f"{len(rows)} layers", "layer", *varying, *shown)
     for row, in_words in zip(rows, words, strict=True):
-        figures = ("" if row[key] is None else form.format(row[key]) for key, form in _FIGURES.values())
+        figures = ("" if row[key] is None else form.format(row[key]) for key, form, _ in (_FIGURES[i] for i in shown))
         table.add_row(row["name"], *(in_words[key] for key in varying), *figures)
-    table.caption = (
-        "dB: signal to noise of the weight, its gain over min-max, and of the layer's output on calibration data. "
-        "above best: how much more the weight loses than the least possible."
-    )
+    table.caption = "\n".join(f"{each}: {_FIGURES[each][2]}" for each in shown)
     return table
 
 
 _FIGURES = {
-    "weight dB": ("weight_db", "{:.1f}"),
-    "gain": ("gain_db", "{:+.2f}"),
-    "output dB": ("output_db", "{:.1f}"),
-    "above best": ("above_optimum", "{:.2%}"),
+    "weight dB": ("weight_db", "{:.1f}", "signal to noise of the weight"),
+    "gain": ("gain_db", "{:+.2f}", "what the weight gains over min-max, errors weighted as in the search"),
+    "output dB": ("output_db", "{:.1f}", "signal to noise of the layer's output, on calibration data"),
+    "above best": ("above_optimum", "{:.2%}", "how much more the weight loses than the least possible"),
 }
 
 
 def _table(title: str, first: str, *others: str) -> Table:
     """A table whose first column is never cut."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right" if name in _FIGURES else "left")
     return table
 
 
-def _recipe(
-    scheme: str | None, recipe: Path | None, group_size: int | None, observer: str | None, ignore: list[str] | None
-) -> Any:
-    from scalewright.calibration.plan import LM_HEAD
-    from scalewright.errors import RecipeError
-    from scalewright.modifiers import QuantizationModifier
+def _tell(notes: list[str]) -> None:
+    for note in notes:
+        _say(note, "note ", style="yellow")
 
-    if (scheme is None) == (recipe is None):
-        raise RecipeError("give either --scheme or --recipe.")
-    if recipe is not None:
-        given = [
-            name
-            for name, value in (("--group-size", group_size), ("--observer", observer), ("--ignore", ignore))
-            if value
-        ]
-        if given:
-            raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
-        return recipe
-    return QuantizationModifier(
-        targets=["Linear"],
-        scheme=scheme,
-        group_size=group_size,
-        weight_observer=observer,
-        ignore=ignore or [LM_HEAD],
-    )
+
+def _say(text: str, head: str = "", *, style: str = "", console: Console = _out) -> None:
+    """Print a line as it is: brackets in it are no markup. Without a terminal it stays one line."""
+    console.print(Text.assemble((head, style), text), soft_wrap=not console.is_terminal)
 
 
 @contextmanager
@@ -248,29 +310,66 @@ def _failing_politely() -> Iterator[None]:
     try:
         yield
     except ScalewrightError as error:
-        _err.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
+        _say(str(error), "error ", style="bold red", console=_err)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        _err.print("stopped.")
+        _say("stopped; nothing was written.", console=_err)
         raise typer.Exit(1) from None
 
 
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+_UNITS = {"calibrating": "tokens", "quantising": "layers"}
+
+
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Any]:
-    """Shows each step with its name and the time left; nothing when not on a terminal."""
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, str, int, int], None]]:
+    """Shows how far each phase is, how fast it goes, and the time left; nothing when not on a terminal."""
     if quiet or not _err.is_terminal:
         yield lambda phase, what, done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_err, transient=True) as progress:
-        tasks: dict[str, Any] = {}
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    name = TextColumn("{task.fields[what]}", markup=False, table_column=rest)
+    columns = (TextColumn("{task.description:11}"), BarColumn(10), _Pace(Column(no_wrap=True)), name)
+    room = max(12, _err.width - 56)
+    with Progress(*columns, console=_err, transient=True, expand=True) as progress:
+        tasks: dict[str, TaskID] = {}
 
         def on_step(phase: str, what: str, done: int, total: int) -> None:
+            what = what if len(what) <= room else f"…{what[1 - room :]}"  # the end of a layer's name says most
             if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], description=f"{phase} {what}", completed=done, total=total)
+                tasks[phase] = progress.add_task(phase, total=total if phase in _UNITS else None, what=what)
+            progress.update(tasks[phase], what=what, completed=done, total=total if done or phase in _UNITS else None)
 
         yield on_step
+
+
+class _Pace(ProgressColumn):
+    """`25 %, 2,310 tokens/s, 3 s left`; seconds alone where nothing is counted."""
+
+    @override
+    def render(self, task: Task) -> Text:
+        unit = _UNITS.get(task.description)
+        seconds = task.finished_time or task.elapsed or 0.0
+        if unit is None or task.total is None:
+            return Text(in_time(seconds))
+        parts = [f"{task.percentage:3.0f} %"]
+        if task.completed and seconds:
+            speed = task.completed / seconds
+            left = (task.total - task.completed) / speed
+            parts.append(f"{speed:,.0f} {unit}/s" if speed >= 10 else f"{speed:.1f} {unit}/s")
+            parts.append(in_time(seconds) if task.finished else f"{in_time(left)} left")
+        return Text(", ".join(parts))
+
+
+def in_time(seconds: float) -> str:
+    """`12 s`, `3 min 5 s`, `2 h 10 min`."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
 def main() -> None:
