@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from bench import judge, tables
+from bench import judge, runs, tables
 from bench.arena import Arena, Entry, Tried, Work, Worker
 from bench.cases import (
     CASES,
@@ -240,8 +240,12 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
 
-    steps = list(all_steps(lambda name: not options.only or any(each in name for each in options.only)))
-    if not steps:
+    def is_wanted(name: str) -> bool:
+        return not options.only or any(each in name for each in options.only)
+
+    steps = list(all_steps(is_wanted))
+    are_runs_wanted = any(is_wanted(title) for title in runs.titles())
+    if not steps and not are_runs_wanted:
         parser.error(f"nothing is called {' or '.join(options.only)}.")
     if not MODEL.is_dir():
         console.print(f"There is no model in {os.path.relpath(MODEL)}: its rows are left out.")
@@ -257,7 +261,7 @@ def main() -> int:
         keep = bool(options.only)
         other = [
             topic
-            for topic in {step.topic for step in steps}
+            for topic in {step.topic for step in steps} | ({"runs"} if are_runs_wanted else set())
             if tables.read_results(topic)["machine"] not in (None, machine)
         ]
         if keep and other:
@@ -265,7 +269,9 @@ def main() -> int:
                 f"bench/results/{other[0]}.json comes from another machine or other versions. Run without --only."
             )
         arena = Arena(workers, folder, quick=options.quick)
-        problems = run(steps, arena, machine, keep=keep, quick=options.quick, console=console)
+        problems = run(steps, arena, machine, keep=keep, quick=options.quick, console=console) if steps else []
+    if are_runs_wanted:
+        problems += runs.run_all(options.peer, machine, is_wanted, keep=keep, quick=options.quick, console=console)
     tables.main()
     for problem, count in Counter(problems).items():
         console.print(f"Not measured ({count} rows): {problem}", highlight=False, style="red")

@@ -15,7 +15,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
-TOPICS = ("search", "minmax", "growth")
+TOPICS = ("search", "minmax", "growth", "runs")
 LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions")
 MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
 
@@ -55,9 +55,9 @@ def _rounded(value: Any) -> Any:
 
 def markdown(results: Mapping[str, Row]) -> str:
     """All tables, from the results of each topic."""
-    search, minmax, growth = (results[topic]["rows"] for topic in TOPICS)
+    search, minmax, growth, runs = (results[topic]["rows"] for topic in TOPICS)
     machines = [results[topic]["machine"] for topic in TOPICS if results[topic]["rows"]]
-    rows = [*search, *minmax, *growth]
+    rows = [*search, *minmax, *growth, *runs]
     parts = [
         _measured_on(machines[0], rows) if machines else "Nothing was measured yet.",
         *([] if all(each == machines[0] for each in machines) else ["**The topics come from different machines.**"]),
@@ -68,6 +68,7 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### Searches: what is lost, and memory", _error_table(_sound(search))),
         *("### Min-max", _minmax_table(_sound(minmax))),
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
+        *("### Whole runs", _runs_table(_sound(runs))),
     ]
     return "\n\n".join(parts)
 
@@ -164,6 +165,19 @@ def _growth_table(rows: Sequence[Row], search: Sequence[Row]) -> str:
         lines.append(cells)
     head = ["ours", *(f"{size} M" for size in sizes), "most / least"]
     return _table([*head, "8B model, ours", "8B model, peer"], lines)
+
+
+def _runs_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        sides = [row["peer"], row["ours"]]
+        cells = [_case(row), row["weights"], *(_seconds(side["seconds"]) for side in sides)]
+        cells += [f"**{_factor(sides[0]['seconds'] / sides[1]['seconds'])}x**"]
+        cells += ["" if side["extra_bytes"] is None else f"{side['extra_bytes'] / 2**20:.0f} MB" for side in sides]
+        cells += ["" if side["loss"] is None else f"{side['loss'] - row['loss_before']:+.4f}" for side in sides]
+        lines.append(cells)
+    head = ["recipe", "model", "peer", "ours", "faster", "peer's memory", "ours", "peer's loss", "ours"]
+    return _table(head, lines)
 
 
 # ---- words -----------------------------------------------------------------------------------------------------

@@ -80,11 +80,19 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
         **{"minmax_error": 10.0, "date": "2020-01-01", "quick": True},
     }
     machine = {"cpu": "C", "cores": 1, "system": "S", "ours": {"a": "1"}, "peer": {"b": "2"}}
-    nothing = {"machine": None, "rows": []}
-    lines = tables.markdown({"search": {"machine": machine, "rows": [row]}, "minmax": nothing, "growth": nothing})
+    run_side = {"extra_bytes": 5 << 20, "loss": 2.5}
+    run = {
+        **{"case": "r", "weights": "M", "loss_before": 2.25, "date": "2020-01-01", "quick": False},
+        **{"ours": {**run_side, "seconds": 2.0}, "peer": {**run_side, "seconds": 6.0, "loss": 2.75}},
+    }
+    found = {"search": [row], "minmax": [], "growth": [], "runs": [run]}
+    lines = tables.markdown(
+        {topic: {"machine": machine if rows else None, "rows": rows} for topic, rows in found.items()}
+    )
     assert "| c | `o` | **24x** | **0.75x** | **0.750** | 1 |" in lines
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
+    assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
     assert lines.count("Not measured.") == 2
 
 
