@@ -182,7 +182,9 @@ def measure(
                 except RuntimeError as error:
                     return {"problem": f"{side}, {case.name}, {subject.name}: {error}"}
                 if side not in losses:
-                    losses[side] = loss_of(Path(out) / "checkpoint", subject.held_out)
+                    # transformers restores NVFP4 in bf16, and then all must be in it
+                    dtype = torch.bfloat16 if case.name.startswith("NVFP4") else torch.float32
+                    losses[side] = loss_of(Path(out) / "checkpoint", subject.held_out, dtype=dtype)
     return {
         side: {
             "seconds": min(each["seconds"] for each in own),
@@ -215,10 +217,10 @@ def one_run(case: RunCase, subject: Subject, side: str, python: str, folder: Pat
 
 
 @torch.no_grad()
-def loss_of(checkpoint: Path, rows: Tensor | None) -> float | None:
+def loss_of(checkpoint: Path, rows: Tensor | None, *, dtype: torch.dtype = torch.float32) -> float | None:
     """Mean negative log-probability of the held-out tokens, with transformers as the loader; None without any."""
     if rows is None:
         return None
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     losses = [float(model(input_ids=each, labels=each).loss) for each in rows.split(8)]
     return sum(losses) / len(losses)

@@ -69,6 +69,7 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### Min-max", _minmax_table(_sound(minmax))),
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
         *("### Whole runs", _runs_table(_sound(runs))),
+        *("### vLLM", _vllm_table(results.get("vllm", {}))),
     ]
     return "\n\n".join(parts)
 
@@ -180,6 +181,23 @@ def _runs_table(rows: Sequence[Row]) -> str:
     return _table(head, lines)
 
 
+def _vllm_table(served: Row) -> str:
+    """How the checkpoints fare in vLLM; its rows come from `make vllm`."""
+    lines = [
+        [
+            row["scheme"] or "as it was",
+            f"{row['mean_off']:.4f}",
+            f"{row['most_off']:.3f}",
+            f"{row['greedy_agreement']:.0%}",
+            f"{row['loss_vllm']:.4f}",
+            f"{row['loss_transformers']:.4f}",
+        ]
+        for row in served.get("rows", [])
+    ]
+    head = ["scheme", "mean \\|Δ log p\\|", "most", "same greedy tokens", "loss, vLLM", "loss, transformers"]
+    return _table(head, lines)
+
+
 # ---- words -----------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +270,7 @@ def main() -> int:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         print(f"docs/{PAGE.name}: the markers {BEGIN} and {END} must stand in it once each.", file=sys.stderr)
         return 2
-    generated = markdown({topic: read_results(topic) for topic in TOPICS})
+    generated = markdown({topic: read_results(topic) for topic in (*TOPICS, "vllm")})
     before, after = page.split(BEGIN, maxsplit=1)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}", encoding="utf-8")
     print(f"docs/{PAGE.name}: written")

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from bench import tables
 from scalewright.oneshot import oneshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +74,7 @@ def main() -> int:
     result = {"date": str(date.today()), "model": options.model.name if options.model else "trained on the spot"}
     result["rows"] = [asdict(row) for row in rows]
     (ROOT / "bench" / "results" / "vllm.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    tables.main()
     return 0 if all(row.is_served for row in rows) else 1
 
 

@@ -40,7 +40,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def results(tables: ModuleType) -> dict[str, Any]:
-    return {topic: tables.read_results(topic) for topic in tables.TOPICS}
+    return {topic: tables.read_results(topic) for topic in (*tables.TOPICS, "vllm")}
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------
@@ -50,17 +50,20 @@ def test_the_tables_are_what_the_result_files_say(tables: ModuleType, results: d
     assert tables.generated_part(PAGE) == tables.markdown(results), "run `python -m bench.tables`"
 
 
-@pytest.mark.parametrize("topic", ["search", "minmax", "growth"])
+@pytest.mark.parametrize("topic", ["search", "minmax", "growth", "runs"])
 def test_every_topic_was_measured_and_another_figure_gives_another_table(
     topic: str, tables: ModuleType, results: dict[str, Any]
 ) -> None:
     changed = copy.deepcopy(results)
     row = next(row for row in changed[topic]["rows"] if "problem" not in row)
-    figures = {"search": row.get("ours"), "minmax": row.get("seconds", {}), "growth": row}[topic]
+    figures = {"search": row.get("ours"), "minmax": row.get("seconds", {}), "growth": row, "runs": row.get("ours")}[
+        topic
+    ]
     figures["seconds" if topic != "minmax" else "1"] = {
         "search": {"1": 1234.0, "2": 1234.0},
         "minmax": {"sum": 1.0, "ours": 1234.0, "peer": 1.0},
         "growth": 1234.0,
+        "runs": 1234.0,
     }[topic]
     assert tables.markdown(changed) != tables.markdown(results)
 
@@ -79,6 +82,7 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
         "peer": {**side, "seconds": {"1": 1.2, "2": 0.3}, "error": 8.0, "above_optimum": 0.0123},
         **{"minmax_error": 10.0, "date": "2020-01-01", "quick": True},
     }
+    nothing = {"machine": None, "rows": []}
     machine = {"cpu": "C", "cores": 1, "system": "S", "ours": {"a": "1"}, "peer": {"b": "2"}}
     run_side = {"extra_bytes": 5 << 20, "loss": 2.5}
     run = {
@@ -93,7 +97,11 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
-    assert lines.count("Not measured.") == 2
+    assert lines.count("Not measured.") == 3
+    served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
+    served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
+    lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
+    assert "| as it was | 0.0100 | 0.200 | 75% | 1.5000 | 1.2500 |" in lines
 
 
 def test_results_name_no_machine_and_no_place(tables: ModuleType) -> None:
