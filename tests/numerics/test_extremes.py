@@ -214,3 +214,21 @@ def test_float64_becomes_fp32(shape):
     lo, hi = min_max(x)
     torch.testing.assert_close(lo, x.amin(dim=(0, -1)).float(), rtol=0, atol=0)
     torch.testing.assert_close(hi, x.amax(dim=(0, -1)).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 6144), (3, 1, 2048), (1, 3, 1, 2048)])
+def test_large_tensors_are_cut_into_rows_and_seen_to_their_last_value(monkeypatch, shape, dtype):
+    x = random(*shape, dtype=dtype)
+    flat = x.view(-1)
+    flat[:1024], flat[-1024:] = flat[:1024].abs(), -flat[-1024:].abs()
+    expected = min_max(x)
+    monkeypatch.setattr(extremes, "_CACHED", 0)
+    monkeypatch.setattr(extremes, "_ROW", 1024)
+    monkeypatch.setattr(extremes, "_PIECE", 2048)
+    torch.testing.assert_close(min_max(x), expected, rtol=0, atol=0)
+    assert_is_min_max_of(x)
+    for place in (0, 1023, 1024, -1):
+        bad = x.clone()
+        bad.view(-1)[place] = math.nan
+        assert_is_min_max_of(bad)
