@@ -87,8 +87,20 @@ def test_parts_stand_for_tensors_and_are_gone_afterwards(tmp_path):
         assert_same(dict(kept), TENSORS)
         with pytest.raises(KeyError):
             kept["d"]
-        assert [each.name for each in tmp_path.iterdir()] == ["out.partial"]
+        assert all(each.name.startswith(".out.parts-") for each in tmp_path.iterdir()) and list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
+
+
+def test_parts_take_no_folder_that_was_there(tmp_path):
+    names = ("out.partial", ".out.parts-", "out")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine", encoding="utf-8")
+    with parts_for(tmp_path / "out") as one, parts_for(tmp_path / "out") as other:
+        kept = [one.keep({"a": torch.zeros(2)}), other.keep({"a": torch.ones(2)})]
+        assert [float(each["a"].sum()) for each in kept] == [0.0, 2.0]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names)
+    assert all((tmp_path / name / "mine").exists() for name in names)
 
 
 def test_parts_are_gone_after_an_error_too(tmp_path):

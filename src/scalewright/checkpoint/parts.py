@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,11 +58,8 @@ class Parts:
 
 @contextmanager
 def parts_for(path: Path) -> Iterator[Parts]:
-    """Parts of the checkpoint that is to be written to `path`, in a folder beside it that is gone in the end."""
-    folder = path.absolute().parent / f"{path.name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield Parts(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Parts of the checkpoint that is to be written to `path`, in a new folder beside it that is gone in the end."""
+    beside = path.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.parts-", dir=beside) as folder:
+        yield Parts(Path(folder))

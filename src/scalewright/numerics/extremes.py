@@ -32,9 +32,8 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
     # amin and amax read long rows of fp32 as quickly as torch.sum does, in a pass each. Short ones (4 M values in
     # groups of 16: 13 ms, here 5) and 16-bit floats (channels 2.4 ms, here .4; groups of 128 5.7 ms, here .9) are slow.
     if x_NQG.device.type == "cpu" and x_NQG.dtype in _BITS and (x_NQG.itemsize == 2 or row_size < _SHORT):
-        is_cut = (
-            is_one_row and row_size % _ROW == 0 and row_size > _CACHED
-        )  # into rows that are looked at twice while they are in cache
+        # What is larger than the cache is cut into rows that are looked at twice while they are there.
+        is_cut = is_one_row and row_size % _ROW == 0 and row_size > _CACHED
         lo_P, hi_P = _min_max_of_rows(x_NQG.reshape(-1, _ROW if is_cut else row_size))
         lo_NQ, hi_NQ = lo_P.reshape(-1, *qparam_shape), hi_P.reshape(-1, *qparam_shape)
     elif is_one_row:
