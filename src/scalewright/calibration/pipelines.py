@@ -104,7 +104,8 @@ class Calibration:
 
     def _basic(self) -> list[QuantizedLayer]:
         with self._watched(self.layers, self.model):
-            with self._tapped(self.layers), _Route(self.model, self.units()).known() as route:
+            alone = [Unit(layer.name, layer.module, [layer]) for layer in self.layers]
+            with self._tapped(self.layers), _Route(self.model, alone).known() as route:
                 for i in range(len(self.batches)):
                     with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                         self._masks.enter(i)

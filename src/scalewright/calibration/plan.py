@@ -39,14 +39,15 @@ class Plan:
     notes: list[str]
 
     def tokens_per_batch(self) -> int:
-        """How many tokens to run at a time: so many that the widest input of a layer has 2 M values, on a CPU.
+        """How many tokens to run at a time: at most 1024 on a CPU, and so many that the widest input of a layer has
+        2 M values.
 
         More would take memory and gain nothing there. Devices with memory of their own take 32 times as many.
         """
         weights = [each for layer in self.layers if isinstance(each := getattr(layer.module, "weight", None), Tensor)]
         on_cpu = all(each.device.type in ("cpu", "meta") for each in weights)
         widest = max((each.shape[-1] for each in weights), default=1024)
-        return max(256, min(8192, (1 << (21 if on_cpu else 26)) // widest))
+        return max(256, min(1024 if on_cpu else 8192, (1 << (21 if on_cpu else 26)) // widest))
 
     def bytes_before(self) -> int:
         """What the weights take as they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -21,70 +22,64 @@ _FEW_BITS = 4  # the exact optimum of more takes too long
 _BY_ROW = ("channel", "group", "tensor_group")
 
 
-def gain_over_minmax(
-    weight: Tensor,
-    restored: Tensor,
-    args: QuantizationArgs,
-    *,
-    importance: Tensor | None,
-    global_scale: Tensor | None,
-) -> float | None:
-    """By how many decibels the squared error (weighted, if there is importance) is less than that of min-max.
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a weight, as they were and as they will be read back. Errors are weighted if there is importance."""
 
-    None where rows have no scales of their own.
-    """
-    if strategy_of(args) not in _BY_ROW:
-        return None
-    rows = _some_rows(weight)
-    x_NQG = flatten_for_calibration(weight[rows].float(), "weight", args)
-    scale, zero_point = stored_qparams(
-        *min_max(x_NQG), args, global_scale=global_scale, dtype=stored_dtype(weight.dtype, args)
-    )
-    shape = x_NQG.shape[1:-1]
-    weights = None if importance is None else spread_columns(importance, tuple(weight[rows].shape), args)
-    plain = summed_error(
-        x_NQG,
-        effective_scale(scale, global_scale).reshape(shape),
-        zero_point.reshape(shape),
-        grid_of(args),
-        weights_NQG=weights,
-    ).sum()
-    ours = _error(x_NQG, flatten_for_calibration(restored[rows].float(), "weight", args), weights)
-    if float(ours) == 0 or float(plain) == 0:
-        return 0.0 if float(ours) == float(plain) else None
-    return 10 * math.log10(float(plain) / float(ours))
+    original: Tensor
+    restored: Tensor
+    args: QuantizationArgs
+    importance: Tensor | None = None
+    global_scale: Tensor | None = None
 
+    def gain_over_minmax(self) -> float | None:
+        """By how many decibels the squared error is less than that of min-max; None where rows share a scale."""
+        if strategy_of(self.args) not in _BY_ROW:
+            return None
+        x_NQG, weights = self._blocks(self.original), self._weights()
+        dtype = stored_dtype(self.original.dtype, self.args)
+        scale, zero_point = stored_qparams(*min_max(x_NQG), self.args, global_scale=self.global_scale, dtype=dtype)
+        shape = x_NQG.shape[1:-1]
+        plain = summed_error(
+            x_NQG,
+            effective_scale(scale, self.global_scale).reshape(shape),
+            zero_point.reshape(shape),
+            grid_of(self.args),
+            weights_NQG=weights,
+        ).sum()
+        ours = self._error(x_NQG, weights)
+        if float(ours) == 0 or float(plain) == 0:
+            return 0.0 if float(ours) == float(plain) else None
+        return 10 * math.log10(float(plain) / float(ours))
 
-def above_optimum(
-    weight: Tensor,
-    restored: Tensor,
-    args: QuantizationArgs,
-    *,
-    importance: Tensor | None,
-    global_scale: Tensor | None,
-) -> float | None:
-    """How much more squared error (weighted, if there is importance) there is than the least possible, as its share.
+    def above_optimum(self) -> float | None:
+        """How much more squared error there is than the least possible, as its share.
 
-    None where the exact optimum would take too long, or is zero.
-    """
-    if strategy_of(args) not in _BY_ROW or args.num_bits > _FEW_BITS:
-        return None
-    positions = weight.shape[-1] // int(args.group_size or weight.shape[-1])
-    rows = _some_rows(weight)[: max(1, _POSITIONS // positions)]
-    x_NQG = flatten_for_calibration(weight[rows].float(), "weight", args)
-    weights = None if importance is None else spread_columns(importance, tuple(weight[rows].shape), args)
-    least = exact_optimum(x_NQG, args, weights_NQG=weights, global_scale=global_scale).error_Q.sum()
-    ours = _error(x_NQG, flatten_for_calibration(restored[rows].float(), "weight", args), weights)
-    # The optimum knows nothing of the dtype that weights are restored in, whose rounding may happen to help.
-    return max(0.0, float(ours / least) - 1) if float(least) > 0 else None
+        None where the exact optimum would take too long, or is zero.
+        """
+        if strategy_of(self.args) not in _BY_ROW or self.args.num_bits > _FEW_BITS:
+            return None
+        positions = self.original.shape[-1] // int(self.args.group_size or self.original.shape[-1])
+        count = max(1, _POSITIONS // positions)
+        few = replace(self, original=self.original[:count], restored=self.restored[:count])
+        x_NQG, weights = few._blocks(few.original), few._weights()
+        least = exact_optimum(x_NQG, self.args, weights_NQG=weights, global_scale=self.global_scale).error_Q.sum()
+        # The optimum knows nothing of the dtype that weights are restored in, whose rounding may happen to help.
+        return max(0.0, float(few._error(x_NQG, weights) / least) - 1) if float(least) > 0 else None
 
+    def _blocks(self, rows: Tensor) -> Tensor:
+        return flatten_for_calibration(rows.float(), "weight", self.args)
 
-def _error(x_NQG: Tensor, restored_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
-    squares = (x_NQG - restored_NQG).double().square()
-    return (squares if weights_NQG is None else squares * weights_NQG).sum()
+    def _weights(self) -> Tensor | None:
+        shape = tuple(self.original.shape)
+        return None if self.importance is None else spread_columns(self.importance, shape, self.args)
+
+    def _error(self, x_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
+        squares = (x_NQG - self._blocks(self.restored)).double().square()
+        return (squares if weights_NQG is None else squares * weights_NQG).sum()
 
 
-def _some_rows(weight: Tensor) -> Tensor:
+def some_rows(weight: Tensor) -> Tensor:
     """Indices of rows from all over the weight."""
     count = max(1, min(len(weight), _ELEMENTS // weight.shape[-1]))
     return torch.linspace(0, len(weight) - 1, count, device=weight.device).long()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import (
@@ -32,10 +31,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from scalewright.errors import CalibrationError
-from scalewright.modifiers.figures import above_optimum, gain_over_minmax
+from scalewright.modifiers.figures import Sample, some_rows
 from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.shown import Shown
-from scalewright.numerics.measure import signal_to_noise
+from scalewright.modifiers.storing import store
+from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.base import QParamsDict
 from scalewright.observers.importance import ImportanceObserver, sum_squares
@@ -160,21 +160,12 @@ class WatchedLayer:
         layer = self._quantized_layer(tuple(original.shape))
         before = self._output()
         qparams = self._write_qparams()
-        compressor = BaseCompressor.get_value_from_registry(self.format.value)
-        compressed = compressor.compress(get_direct_state_dict(self.module), self.scheme)
-        layer.compressed = {name: each for name, each in compressed.items() if isinstance(each, Tensor)}
-        args = self.scheme.weights
-        if args is not None:
-            restored = compressor.decompress(compressed, self.scheme)["weight"].to(original.dtype)
-            global_scale = qparams["weight"]["global_scale"]
+        if self.scheme.weights is None:
+            layer.compressed = get_direct_state_dict(self.module)
+        else:
             importance = None if self.importance is None else self.importance.channel_importance
             self.observers["weight"].detach(self.module)  # it may hold the weight as it was
-            layer.weight_db = signal_to_noise(original, restored)
-            layer.gain_db = gain_over_minmax(original, restored, args, importance=importance, global_scale=global_scale)
-            layer.above_optimum = above_optimum(
-                original, restored, args, importance=importance, global_scale=global_scale
-            )
-            self._set_weight(restored)
+            self._store(layer, importance=importance, global_scale=qparams["weight"]["global_scale"])
         self.module.quantization_status = QuantizationStatus.DECOMPRESSED
         after = self._output()
         if before is not None and after is not None:
@@ -200,17 +191,37 @@ class WatchedLayer:
         assert isinstance(weight, Tensor)
         return weight
 
-    def _set_weight(self, restored: Tensor) -> None:
-        """Make this the module's weight: in its place if nobody else has it, because the memory between the weights
-        of a model is hard to use again.
+    def _store(self, layer: QuantizedLayer, *, importance: Tensor | None, global_scale: Tensor | None) -> None:
+        """Make the weight what will be read back, keep what is stored, and measure what was lost."""
+        args = self.scheme.weights
+        assert args is not None
+        original = self.weight.detach()
+        target = self._weight_to_write()
+        some = some_rows(original)
+        some_as_they_were = original[some]
+        noise = Noise()
+
+        def take(rows: slice, restored: Tensor) -> None:
+            restored = restored.to(original.dtype)
+            noise.add(original[rows], restored)
+            target.detach()[rows] = restored
+
+        layer.compressed = store(get_direct_state_dict(self.module), self.scheme, self.format, take)
+        self.module.weight = target.requires_grad_(False)
+        layer.weight_db = noise.decibels
+        sample = Sample(some_as_they_were, target.detach()[some], args, importance, global_scale)
+        layer.gain_db = sample.gain_over_minmax()
+        layer.above_optimum = sample.above_optimum()
+
+    def _weight_to_write(self) -> nn.Parameter:
+        """What becomes the module's weight: the one it has if nobody else has it, too, because the memory between the
+        weights of a model is hard to use again.
         """
         weight = self.weight
         is_whole = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-        if self.has_weight_alone and is_whole and not weight.is_inference():
-            weight.detach().copy_(restored)
-            weight.requires_grad_(False)
-        else:
-            self.module.weight = nn.Parameter(restored, requires_grad=False)
+        if self.has_weight_alone and is_whole and not weight.is_inference() and isinstance(weight, nn.Parameter):
+            return weight
+        return nn.Parameter(torch.empty_like(weight), requires_grad=False)
 
     def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
         names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,28 @@ def sqnr_db(original: Tensor, quantized: Tensor) -> float:
     return float(10 * torch.log10(signal / noise))
 
 
+class Noise:
+    """What pieces of a large tensor lose together. Within a piece, sums are taken in fp32, in pairs."""
+
+    def __init__(self) -> None:
+        self._signal = self._noise = 0.0
+
+    def add(self, original: Tensor, changed: Tensor) -> None:
+        """Count a piece, as it was and as it is now."""
+        original = original.float()
+        self._signal += float(torch.linalg.vector_norm(original)) ** 2
+        self._noise += float(torch.linalg.vector_norm(original - changed)) ** 2
+
+    @property
+    def decibels(self) -> float:
+        """Of signal to noise: infinite when nothing was lost, and not a number when there was nothing."""
+        if self._noise == 0:
+            return math.inf if self._signal else math.nan
+        return 10 * math.log10(self._signal / self._noise) if self._signal else -math.inf
+
+
 def signal_to_noise(original: Tensor, changed: Tensor) -> float:
-    """The same in fp32 (the tensors' sums are taken in pairs), for large tensors."""
-    noise = torch.linalg.vector_norm(original.float() - changed.float())
-    return float(20 * torch.log10(torch.linalg.vector_norm(original.float()) / noise))
+    """The same of a tensor that is one piece."""
+    noise = Noise()
+    noise.add(original, changed)
+    return noise.decibels

@@ -1,0 +1,52 @@
+"""A weight that is stored some rows at a time is the weight that is stored at once."""
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from torch import Tensor, nn
+
+from scalewright.modifiers import storing
+from scalewright.modifiers.layers import WatchedLayer
+from scalewright.modifiers.schemes import scheme_named
+
+SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4", "W4AFP8"]
+
+
+@pytest.mark.parametrize("rows", [128, 300, 264])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(256, rows, bias=True)
+    scheme = scheme_named(name)
+    scheme.input_activations = None  # nothing is seen here
+    layer = WatchedLayer("layer", module, scheme)
+    state: dict[str, Tensor] = {}
+    seen: list[slice] = []
+
+    def at_once(given: dict[str, Tensor], *_: object) -> dict[str, Tensor]:
+        state.update({name: each.clone() for name, each in given.items()})
+        return given
+
+    monkeypatch.setattr("scalewright.modifiers.layers.store", at_once)
+    layer.start()
+    layer.observe_weight()
+    layer.finish()
+    layer.stop()
+    compressor = BaseCompressor.get_value_from_registry(layer.format.value)
+    whole = compressor.compress(dict(state), layer.scheme)
+    expected = compressor.decompress(dict(whole), layer.scheme)["weight"]
+    restored = torch.empty_like(expected)
+
+    def take(part: slice, values: Tensor) -> None:
+        seen.append(part)
+        restored[part] = values
+
+    monkeypatch.setattr(storing, "_ELEMENTS", 128 * 256)
+    stored = storing.store(state, layer.scheme, layer.format, take)
+    tensors = {key: each for key, each in whole.items() if isinstance(each, Tensor)}
+    assert stored.keys() == tensors.keys()
+    for key, each in tensors.items():
+        assert stored[key].dtype == each.dtype
+        assert torch.equal(stored[key].view(torch.uint8), each.contiguous().view(torch.uint8)), key
+    assert torch.equal(restored, expected)
+    assert len(seen) == (1 if name == "FP8_BLOCK" else rows // 128)
