@@ -124,6 +124,12 @@ def test_a_dtype_that_models_are_not_in_is_refused():
     assert message == "dtype: there is no 'bfloat61'. Did you mean 'bfloat16'? Use auto, float32, bfloat16, float16."
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_model_object_becomes_the_dtype_that_is_asked_for(dtype):
+    result = oneshot(tiny_llama(), scheme="FP8_DYNAMIC", dtype=dtype)
+    assert {each.dtype for each in result.model.parameters() if each.ndim == 2 and each.shape[1] > 1} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("field", ["targets", "ignore"])
 def test_what_matches_nothing_is_refused_if_strict(field):
     given = {"targets": ["Linear"], "ignore": []}

@@ -19,16 +19,21 @@ from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
 from scalewright.calibration.plan import LM_HEAD, make_plans
 from scalewright.calibration.sources import DataOptions
-from scalewright.checkpoint.loading import load_companions, load_model, positions_of, vocabulary_of
+from scalewright.checkpoint.loading import (
+    check_device,
+    check_dtype,
+    load_companions,
+    load_model,
+    positions_of,
+    vocabulary_of,
+)
 from scalewright.checkpoint.parts import Parts, parts_for
 from scalewright.checkpoint.saving import check_output, copy_checkpoint, save_checkpoint
-from scalewright.errors import DataError, ModelError, RecipeError, StrictError, did_you_mean
+from scalewright.errors import DataError, RecipeError, StrictError
 from scalewright.modifiers import QuantizationModifier
-from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
+from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
 from scalewright.recipe import Recipe
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -119,7 +124,7 @@ def oneshot(
     parsed = _recipe_from(recipe, scheme)
     check_pipeline(pipeline)
     check_dtype(dtype)
-    _check_device(device)
+    check_device(device)
     if output_dir is not None:
         check_output(Path(output_dir), overwrite=overwrite)
     with clock("load"):
@@ -136,7 +141,7 @@ def oneshot(
     stages = [stage.modifiers for stage in parsed.stages]
     plans = make_plans(loaded, stages, pipeline=pipeline, has_data=dataset is not None, blocks=sequential_targets)
     for plan in plans:
-        notes.add([*plan.notes, *notes_on_dtype(plan.layers)])
+        notes.add(plan.notes)
     options = replace(options, tokens_per_batch=min(plan.tokens_per_batch() for plan in plans))
     with nullcontext() if output_dir is None else parts_for(Path(output_dir)) as parts:
         for plan in plans:
@@ -177,37 +182,6 @@ def oneshot(
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def check_dtype(dtype: str | torch.dtype) -> None:
-    """Say no to a dtype that models are not in."""
-    if isinstance(dtype, str) and dtype not in _DTYPES:
-        raise ModelError(f"dtype: there is no '{dtype}'.{did_you_mean(dtype, _DTYPES)} Use {', '.join(_DTYPES)}.")
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
-
-
-def notes_on_dtype(layers: Sequence[WatchedLayer]) -> list[str]:
-    """A note if loaders will find the weights in another dtype than the rest of the model.
-
-    compressed-tensors restores what has e4m3 or e8m0 scales, NVFP4 and the MX formats, in bf16 whatever it was before.
-    transformers then fails at the first matrix product of a model that is not in bf16.
-    """
-    for layer in layers:
-        args = layer.scheme.weights
-        if args is not None and args.scale_dtype is not None and layer.weight.dtype != torch.bfloat16:
-            return [
-                "dtype: transformers restores NVFP4 and MX weights in bfloat16, and this model is in "
-                f"{str(layer.weight.dtype).removeprefix('torch.')}. "
-                "Load the checkpoint with dtype=torch.bfloat16, or quantise it in bfloat16."
-            ]
-    return []
 
 
 def _recipe_from(recipe: Any, scheme: str | None) -> Recipe:

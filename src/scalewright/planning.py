@@ -18,13 +18,12 @@ from torch import nn
 
 from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import make_plans
-from scalewright.checkpoint.loading import empty_model, positions_of
+from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
 from scalewright.errors import StrictError
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
 from scalewright.observers import make_observer
-from scalewright.oneshot import check_dtype, notes_on_dtype
 from scalewright.recipe import Recipe
 
 _PROBE = (256, 1024)
@@ -107,7 +106,7 @@ def plan_of(
         has_data=has_data or needs_data,
         blocks=sequential_targets,
     )
-    notes = list(dict.fromkeys(note for plan in plans for note in [*plan.notes, *notes_on_dtype(plan.layers)]))
+    notes = list(dict.fromkeys(note for plan in plans for note in plan.notes))
     if strict and notes:
         raise StrictError(notes[0])
     layers = [layer for plan in plans for layer in plan.layers]

@@ -307,3 +307,20 @@ def _unreadable(scheme: QuantizationScheme) -> str | None:
     if scheme.format in (*_PLAIN, CompressionFormat.mxfp8_quantized.value) and args.strategy in ("group", "block"):
         return "it has one scale for each row of theirs, and not several"
     return None
+
+
+def notes_on_dtype(layers: Sequence[WatchedLayer]) -> list[str]:
+    """A note if loaders will find the weights in another dtype than the rest of the model.
+
+    compressed-tensors restores what has e4m3 or e8m0 scales, NVFP4 and the MX formats, in bf16 whatever it was before.
+    transformers then fails at the first matrix product of a model that is not in bf16.
+    """
+    for layer in layers:
+        args = layer.scheme.weights
+        if args is not None and args.scale_dtype is not None and layer.weight.dtype != torch.bfloat16:
+            return [
+                "dtype: transformers restores NVFP4 and MX weights in bfloat16, and this model is in "
+                f"{str(layer.weight.dtype).removeprefix('torch.')}. "
+                "Load the checkpoint with dtype=torch.bfloat16, or quantise it in bfloat16."
+            ]
+    return []

@@ -9,7 +9,7 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import unfuse_experts
-from scalewright.calibration.loaders import check_experts, settle_formats
+from scalewright.calibration.loaders import check_experts, notes_on_dtype, settle_formats
 from scalewright.calibration.targets import (
     Pattern,
     check_layers,
@@ -85,7 +85,7 @@ def make_plans(
         names |= {layer.name for layer in plan.layers}
     layers = [layer for plan in plans for layer in plan.layers]
     settle_formats(model, [layer for layer in layers if layer.scheme.weights is not None])
-    plans[-1].notes += check_experts(model, layers)
+    plans[-1].notes += [*check_experts(model, layers), *notes_on_dtype(layers)]
     return plans
 
 

@@ -12,7 +12,9 @@ import transformers
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from scalewright.errors import ModelError
+from scalewright.errors import ModelError, did_you_mean
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @contextmanager
@@ -27,6 +29,21 @@ def without_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Say no to a dtype that models are not in."""
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise ModelError(f"dtype: there is no '{dtype}'.{did_you_mean(dtype, _DTYPES)} Use {', '.join(_DTYPES)}.")
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Say no to a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
+
+
 def load_model(
     model: nn.Module | str | Path,
     *,
@@ -36,6 +53,8 @@ def load_model(
 ) -> nn.Module:
     """The model itself, or the one that a path or hub name stands for, in its own dtype unless another is asked for."""
     if isinstance(model, nn.Module):
+        if dtype != "auto":
+            model = model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model if device is None else model.to(device)
     try:
         _, auto = _config_of(model, trust_remote_code)

@@ -17,7 +17,7 @@ from scalewright.numerics.optimum import exact_optimum
 from scalewright.numerics.scales import effective_scale, stored_dtype, stored_qparams
 
 _ELEMENTS = 1 << 15  # of the sample
-_POSITIONS = 64  # whose exact optimum is computed
+_POSITIONS = 16  # whose exact optimum is computed
 _FEW_BITS = 4  # the exact optimum of more takes too long
 _BY_ROW = ("channel", "group", "tensor_group")
 
