@@ -16,6 +16,7 @@ from zoo import ANIMALS, HIDDEN, Animal, Counter, padded, traces, without_paddin
 from scalewright.calibration import pipelines
 from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
 from scalewright.calibration.pipelines import Calibration
+from scalewright.calibration.steps import units_of
 from scalewright.calibration.taps import Masks
 from scalewright.errors import CalibrationError, NonFiniteError
 from scalewright.modifiers import layers as layers_module
@@ -464,17 +465,17 @@ def test_units_keep_together_what_belongs_together() -> None:
     animal = zoo("mixtral")
     unfuse_experts(animal.model)
     names = [n for n, m in animal.model.named_modules() if isinstance(m, nn.Linear)]
-    units = Calibration(animal.model, watch(animal.model), animal.batches, names).units()
+    units = units_of(animal.model, watch(animal.model), names)
     parts = ("self_attn", "mlp.experts")
     assert [unit.name for unit in units] == [*(f"model.layers.{i}.{p}" for i in range(2) for p in parts), "lm_head"]
     assert sum(len(unit.layers) for unit in units) == len(names)
-    blocks = Calibration(animal.model, watch(animal.model), animal.batches, animal.blocks).units()
+    blocks = units_of(animal.model, watch(animal.model), animal.blocks)
     assert [unit.name for unit in blocks] == [*animal.blocks, "lm_head"]
 
 
 def test_a_block_is_not_taken_for_one_whose_name_begins_alike() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(11))})
-    units = Calibration(model, watch(model), (), ["blocks.1"]).units()
+    units = units_of(model, watch(model), ["blocks.1"])
     assert {unit.name: len(unit.layers) for unit in units}["blocks.1"] == 1
 
 

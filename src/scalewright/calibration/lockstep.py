@@ -45,6 +45,8 @@ class LockStep:
     ) -> None:
         """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on."""
         self._modules = modules
+        self._places: dict[str, tuple[int, ...]] = {name: (place,) for place, name in enumerate(modules)}
+        self._hooks = ExitStack()
         self._forward = forward
         self._outside = copy_context()
         self._count = count
@@ -52,6 +54,7 @@ class LockStep:
         self._passes: dict[int, greenlet] = {}
         self._batches: dict[greenlet, int] = {}
         self._waiting: dict[int, str] = {}
+        self._arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._stayed: set[int] = set()
         self._rehearsing: set[int] = set()
         self._states: dict[int, _ThreadState] = {}
@@ -61,12 +64,17 @@ class LockStep:
     @contextmanager
     def running(self) -> Iterator[LockStep]:
         """While inside, passes wait; afterwards the model is as it was, and no pass is left half-way."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._hooks:
             stack.callback(self._end_passes)
             for name, module in self._modules.items():
-                hook = module.register_forward_pre_hook(self._pausing(name), with_kwargs=True, prepend=True)
-                stack.callback(hook.remove)
+                self._pause_before(name, module)
             yield self
+
+    def pause_within(self, name: str, modules: Mapping[str, nn.Module]) -> None:
+        """From now on passes wait in front of these modules, too, which are met after `name` and before the next."""
+        for number, (inner, module) in enumerate(modules.items()):
+            self._places[inner] = (*self._places[name], number)
+            self._pause_before(inner, module)
 
     def steps(self) -> Iterator[tuple[str, list[int]]]:
         """The next module, and the batches that wait in front of it, until every pass has ended.
@@ -75,9 +83,8 @@ class LockStep:
         """
         for batch in range(self._count):
             self._start(batch)
-        places = {name: place for place, name in enumerate(self._modules)}
         while self._waiting:
-            name = min(self._waiting.values(), key=lambda each: places[each])
+            name = min(self._waiting.values(), key=lambda each: self._places[each])
             batches = sorted(batch for batch, waits_for in self._waiting.items() if waits_for == name)
             self._stayed = set(batches)
             yield name, batches
@@ -87,13 +94,21 @@ class LockStep:
         """Run the module that a batch waits for on copies of its arguments, hooks included; the batch waits on."""
         self._switch(batch, "rehearse")
 
+    def arguments(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module that a batch waits for is about to be given."""
+        return self._arguments[batch]
+
     def go_on(self, batch: int) -> None:
         """Let a pass run the module that it waits for, and all else up to the next one, or to its end."""
         self._stayed.discard(batch)
-        del self._waiting[batch]
+        del self._waiting[batch], self._arguments[batch]
         self._switch(batch, "go on")
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _pause_before(self, name: str, module: nn.Module) -> None:
+        hook = module.register_forward_pre_hook(self._pausing(name), with_kwargs=True, prepend=True)
+        self._hooks.callback(hook.remove)
 
     def _start(self, batch: int) -> None:
         def run(_: _Order) -> None:
@@ -119,7 +134,7 @@ class LockStep:
             batch = self._batches.get(here)
             if batch is None or batch in self._rehearsing or here.parent is None:
                 return
-            self._waiting[batch] = name
+            self._waiting[batch], self._arguments[batch] = name, (args, keywords)
             while here.parent.switch() == "rehearse":
                 self._rehearsing.add(batch)
                 try:
@@ -137,6 +152,7 @@ class LockStep:
         self._passes.clear()
         self._batches.clear()
         self._waiting.clear()
+        self._arguments.clear()
         self._states.clear()
 
     def _end(self, batch: int) -> None:

@@ -3,7 +3,9 @@
 - `data_free`: weights are all there is to see. No forward pass is run.
 - `basic`: one forward pass for each batch through the whole model as it is; then every layer is quantised.
 - `sequential`: unit by unit in lock step. A unit is calibrated and quantised, and the next one sees what it will really
-  get. Units are the blocks that the model is made of, and each layer that is in none of them.
+  get. Units are the blocks that the model is made of, and each layer that is in none of them. Blocks whose layers are
+  rounded with their inputs in mind go in steps: a step is the layers that are given the same input. Where layers make
+  up for what others lost, the same data flows through the model as it was, always a step ahead.
 
 Passes end after the last unit that is to be quantised: what comes behind is not computed.
 """
@@ -13,21 +15,23 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
-from scalewright.calibration.experts import UnfusedExperts
 from scalewright.calibration.lockstep import Enough, LockStep
-from scalewright.calibration.taps import Masks, Tap, tapped
+from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
+from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
-from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
+from scalewright.modifiers.layers import QuantizedLayer, See, WatchedLayer
+from scalewright.modifiers.shown import Gallery
 from scalewright.numerics.extremes import absmax_of
-from scalewright.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from scalewright.observers.fusion import fuse_weight_observers
 
 PIPELINES = ("auto", "data_free", "basic", "sequential")
 
@@ -48,22 +52,6 @@ def check_pipeline(name: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What is calibrated and quantised at one time: a block with its layers, or a layer that is in none."""
-
-    name: str
-    module: nn.Module
-    layers: list[WatchedLayer]
-
-    @property
-    def is_seen_by_its_input(self) -> bool:
-        """Whether it is a single layer whose output nobody wants to see, so that it need not be run."""
-        return all(
-            layer.module is self.module and all(where == "input" for where, _ in layer.sees()) for layer in self.layers
-        )
-
-
 @dataclass
 class Calibration:
     """A model, the layers of it that are to be quantised, and the data to see them at work."""
@@ -78,6 +66,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         self._masks = Masks(self.model, self.batches)
+        self._gallery = Gallery()
+        self._is_unquantised = False
         self._tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
         self._num_shown = self._num_quantised = 0
         owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
@@ -113,53 +103,87 @@ class Calibration:
             return self._finish(self.layers)
 
     def _sequential(self) -> list[QuantizedLayer]:
-        units = {unit.name: unit for unit in self.units()}
-        left = dict(units)
+        whole = units_of(self.model, self.layers, self.blocks)
+        left = {unit.name: unit for unit in whole}
+        units: dict[str, Unit] = {}
         done: dict[str, list[QuantizedLayer]] = {}
-        modules = {name: unit.module for name, unit in units.items()}
-        lockstep = LockStep(modules, self._forward, len(self.batches), entering=self._masks.enter)
+        count = len(self.batches)
+        streams = 2 if any(layer.wants_unquantised for layer in self.layers) else 1
+        modules = {unit.name: unit.module for unit in whole}
+        lockstep = LockStep(
+            modules,
+            lambda number: self._forward(number % count),
+            streams * count,
+            entering=lambda number: self._masks.enter(number % count),
+        )
+
+        def calibrated(unit: Unit, batches: Sequence[int]) -> None:
+            units[unit.name] = unit
+            done[unit.name] = self._calibrated(unit, lockstep, batches, passes=len(whole), is_last=not left)
+            # Batches that went another way are done, too.
+            self._num_shown = round(sum(each.share for each in units.values()) * sum(self._tokens))
+
         with lockstep.running():
             for name, batches in lockstep.steps():
-                if name in left:
-                    done[name] = self._calibrated(left.pop(name), lockstep, batches, passes=len(units))
-                    self._num_shown = len(done) * sum(self._tokens)  # batches that went another way are done, too
+                unit, waiting = left.pop(name, None), batches
+                steps = [] if unit is None else steps_of(self.model, unit, partial(lockstep.rehearse, batches[0]))
+                if unit is None:
+                    _note_again(name, done.get(name, []))
+                elif steps:
+                    lockstep.pause_within(name, {step.name: step.module for step in steps})
+                    left = {step.name: step for step in steps} | left
                 else:
-                    _note_again(name, done[name])
+                    calibrated(unit, batches)
+                    waiting = [batch for batch in batches if batch < count]
                 if not left:
                     break
-                for batch in batches:
+                for batch in waiting:
                     lockstep.go_on(batch)
-        for name, unit in left.items():  # no batch came by
-            done[name] = self._calibrated(unit, lockstep, (), passes=len(units))
+        for unit in list(left.values()):  # no batch came by
+            calibrated(unit, ())
         _note_shared(units, done)
         return [layer for layers in done.values() for layer in layers]
 
     def _calibrated(
-        self, unit: Unit, lockstep: LockStep, batches: Iterable[int], *, passes: int
+        self, unit: Unit, lockstep: LockStep, batches: Sequence[int], *, passes: int, is_last: bool
     ) -> list[QuantizedLayer]:
-        """Show a unit the batches that wait for it, and quantise it. None of them goes on."""
-        with self._watched(unit.layers, unit.module):
+        """Show a unit the batches that wait for it, and quantise it.
+
+        Those that flow through the model as it was go on before it is quantised, and the others not.
+        """
+        count = len(self.batches)
+        unquantised = [batch for batch in batches if batch >= count]
+        with self._watched(unit.layers, unit.step_of or unit.module):
             if any(layer.wants_data for layer in unit.layers):
-                with self._tapped(unit.layers), _ending_at(unit.module if unit.is_seen_by_its_input else None):
-                    for batch in batches:
-                        with self._showing(batch, unit.name, passes=passes):
-                            lockstep.rehearse(batch)
+                look = self._show_input if unit.is_seen_by_its_input else self._rehearse
+                with nullcontext() if unit.is_seen_by_its_input else self._tapped(unit.layers):
+                    for batch in (each for each in batches if each < count):
+                        with self._showing(batch, unit.name, passes=passes, share=unit.share):
+                            if batch + count in unquantised:
+                                self._is_unquantised = True
+                                look(unit, lockstep, batch + count)
+                                self._is_unquantised = False
+                            look(unit, lockstep, batch)
+            if not is_last:
+                for batch in unquantised:
+                    lockstep.go_on(batch)
             return self._finish(unit.layers)
 
+    def _rehearse(self, unit: Unit, lockstep: LockStep, batch: int) -> None:
+        lockstep.rehearse(batch)
+
+    def _show_input(self, unit: Unit, lockstep: LockStep, batch: int) -> None:
+        self._masks.enter(batch % len(self.batches))
+        args, keywords = lockstep.arguments(batch)
+        value = first_tensor((*args, *keywords.values()))
+        if value is None:
+            return
+        for layer in unit.layers:
+            mask = partial(self._masks.of, value, layer.module, "input")
+            for _, see in layer.sees_unquantised() if self._is_unquantised else layer.sees():
+                see(self._gallery.show(value, mask))
+
     # ---- parts -------------------------------------------------------------------------------------------------------
-
-    def units(self) -> list[Unit]:
-        """The units that have layers to quantise, in the order of the model.
-
-        Layers that share a scale, and the experts of a layer, are never torn apart.
-        """
-        bonds = _bonds(self.model, {layer.name for layer in self.layers})
-        found: dict[str, list[WatchedLayer]] = {}
-        for layer in self.layers:
-            home = next((block for block in self.blocks if _is_within(layer.name, block)), layer.name)
-            home = next((bond for bond in bonds if bond != home and _is_within(home, bond)), home)
-            found.setdefault(home, []).append(layer)
-        return [Unit(name, self.model.get_submodule(name), layers) for name, layers in found.items()]
 
     @contextmanager
     def _watched(self, layers: Sequence[WatchedLayer], within: nn.Module) -> Iterator[None]:
@@ -172,17 +196,27 @@ class Calibration:
 
     @contextmanager
     def _tapped(self, layers: Iterable[WatchedLayer]) -> Iterator[None]:
-        taps = [Tap(layer.module, where, see) for layer in layers for where, see in layer.sees()]
+        def only(see: See, *, unquantised: bool) -> See:
+            return lambda shown: see(shown) if self._is_unquantised == unquantised else None
+
+        taps = [
+            Tap(layer.module, where, only(see, unquantised=False)) for layer in layers for where, see in layer.sees()
+        ]
+        taps += [
+            Tap(layer.module, where, only(see, unquantised=True))
+            for layer in layers
+            for where, see in layer.sees_unquantised()
+        ]
         with tapped(taps, self._masks):
             yield
 
     @contextmanager
-    def _showing(self, batch: int, what: str, *, passes: int = 1) -> Iterator[None]:
+    def _showing(self, batch: int, what: str, *, passes: int = 1, share: float = 1.0) -> Iterator[None]:
         """Tells of a batch when it begins and when it is done."""
         total = passes * sum(self._tokens)
         self.on_step("calibrating", what, self._num_shown, total)
         yield
-        self._num_shown += self._tokens[batch]
+        self._num_shown += round(share * self._tokens[batch])
         self.on_step("calibrating", what, self._num_shown, total)
 
     def _forward(self, batch: int) -> None:
@@ -194,7 +228,7 @@ class Calibration:
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
         done = []
         for group in _sharing_a_scale(layers):
-            absmax = max(absmax_of(layer.weight) for layer in group) if len(group) > 1 else None
+            absmax = max(absmax_of(layer.target) for layer in group) if len(group) > 1 else None
             for layer in group:
                 layer.observe_weight(foreseen_absmax=absmax)
             for layer in group:
@@ -281,20 +315,6 @@ def _ending_at(module: nn.Module | None) -> Iterator[None]:
         hook.remove()
 
 
-def _bonds(model: nn.Module, names: set[str]) -> list[str]:
-    """The modules with layers that are quantised together or not at all, outermost first."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, UnfusedExperts)
-        or any(sum(f"{name}.{each}".lstrip(".") in names for each in fused) > 1 for fused in FUSED_LAYER_NAMES)
-    ]
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def _note_again(name: str, layers: Sequence[QuantizedLayer]) -> None:
     """Say once that what has static scales was used again after it was quantised."""
     static = [layer for layer in layers if layer.observers.keys() - {"weight"}]
@@ -307,11 +327,11 @@ def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLay
     """Say which layers are in more than one unit."""
     owners: dict[int, set[str]] = {}
     for name, unit in units.items():
-        for module in unit.module.modules():
+        for module in {*unit.module.modules(), *(layer.module for layer in unit.layers)}:
             owners.setdefault(id(module), set()).add(name)
     for name, unit in units.items():
         for layer, result in zip(unit.layers, done[name], strict=True):
-            if any(not _is_within(name, other) for other in owners[id(layer.module)]):
+            if any(not is_within(name, other) for other in owners[id(layer.module)]):
                 _note_again(layer.name, [result])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ from scalewright.calibration.targets import (
     resolve_targets,
 )
 from scalewright.errors import DataError, ModelError, RecipeError
-from scalewright.modifiers import Modifier, QuantizationModifier
+from scalewright.modifiers import GPTQModifier, Modifier, QuantizationModifier
+from scalewright.modifiers.gptq_layer import GPTQLayer
 from scalewright.modifiers.layers import WatchedAttention, WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight
 
@@ -103,13 +105,17 @@ def make_plan(
     if len(meant) < len(modifiers):
         other = next(each for each in modifiers if each not in meant)
         raise RecipeError(f"{type(other).__name__} cannot be run.")
-    targets = join_targets([resolve_targets(model, each) for each in meant])
+    resolved = [resolve_targets(model, each) for each in meant]
+    targets = join_targets(resolved)
+    owners = {layer.name: owner for owner, own in zip(meant, resolved, strict=True) for layer in own.layers}
     check_layers(targets.layers)
     # A head that is left alone by default need not be there.
     notes += [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
     by_loader = loader_targets(targets)
     layers: list[WatchedLayer] = [
-        WatchedLayer(each.name, each.module, each.scheme.model_copy(update={"targets": by_loader[each.group]}))
+        _layer(
+            owners[each.name], each.name, each.module, each.scheme.model_copy(update={"targets": by_loader[each.group]})
+        )
         for each in targets.layers
     ]
     layers += [
@@ -125,12 +131,31 @@ def make_plan(
         )
     notes += _untie(model, layers)
     found = _blocks(model, [layer.name for layer in layers], blocks)
-    chosen, why = _pipeline(pipeline, {each.data for each in meant}, has_data, found)
+    chosen, why = _pipeline(pipeline, meant, has_data, found)
     return Plan(model, layers, targets.ignored, chosen, why, found, notes)
 
 
-def _pipeline(asked: str, needs: set[str], has_data: bool, blocks: Sequence[str]) -> tuple[str, str]:
+def _layer(owner: QuantizationModifier, name: str, module: nn.Module, scheme: QuantizationScheme) -> WatchedLayer:
+    if isinstance(owner, GPTQModifier) and isinstance(module, nn.Linear) and scheme.weights is not None:
+        return GPTQLayer(name, module, scheme, owner.rounding)
+    return WatchedLayer(name, module, scheme)
+
+
+def _pipeline(
+    asked: str, modifiers: Sequence[QuantizationModifier], has_data: bool, blocks: Sequence[str]
+) -> tuple[str, str]:
     """Which pipeline, and why."""
+    needs = {each.data for each in modifiers}
+    rounding = next((type(each).__name__ for each in modifiers if isinstance(each, GPTQModifier)), None)
+    if rounding is not None and not has_data:
+        raise DataError(
+            f"{rounding} rounds weights with their inputs in mind, which are found by watching data. Give a dataset, "
+            "or use QuantizationModifier."
+        )
+    if rounding is not None and asked == "data_free":
+        raise DataError(f"{rounding} rounds weights with their inputs in mind, so it cannot be run data_free.")
+    if rounding is not None and asked == "auto":
+        return "sequential", f"{rounding} rounds each layer for what the quantised layers before it really give it"
     if "needed" in needs and not has_data:
         raise DataError(
             "the recipe has static activation scales, which are found by watching data. Give a dataset, or use a "

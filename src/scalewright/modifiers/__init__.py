@@ -1,6 +1,7 @@
 """Named changes to a model: what a recipe asks for."""
 
 from scalewright.modifiers.base import Modifier
+from scalewright.modifiers.gptq import GPTQModifier
 from scalewright.modifiers.quantization import QuantizationModifier
 
-__all__ = ["Modifier", "QuantizationModifier"]
+__all__ = ["GPTQModifier", "Modifier", "QuantizationModifier"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from scalewright.numerics.extremes import min_max
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.layout import flatten_for_calibration, spread_columns, strategy_of
-from scalewright.numerics.measure import summed_error
+from scalewright.numerics.measure import quantize_dequantize_
 from scalewright.numerics.optimum import exact_optimum
 from scalewright.numerics.scales import effective_scale, stored_dtype, stored_qparams
 
@@ -24,13 +24,17 @@ _BY_ROW = ("channel", "group", "tensor_group")
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of a weight, as they were and as they will be read back. Errors are weighted if there is importance."""
+    """Rows of a weight, as they were and as they will be read back.
+
+    Errors are weighted if there is importance. With a Hessian, they are those of the layer's output.
+    """
 
     original: Tensor
     restored: Tensor
     args: QuantizationArgs
     importance: Tensor | None = None
     global_scale: Tensor | None = None
+    hessian_CC: Tensor | None = None
 
     def gain_over_minmax(self) -> float | None:
         """By how many decibels the squared error is less than that of min-max; None where rows share a scale."""
@@ -39,15 +43,15 @@ class Sample:
         x_NQG, weights = self._blocks(self.original), self._weights()
         dtype = stored_dtype(self.original.dtype, self.args)
         scale, zero_point = stored_qparams(*min_max(x_NQG), self.args, global_scale=self.global_scale, dtype=dtype)
-        shape = x_NQG.shape[1:-1]
-        plain = summed_error(
-            x_NQG,
+        shape = (*x_NQG.shape[1:-1], 1)
+        rounded_NQG = quantize_dequantize_(
+            x_NQG.clone(),
             effective_scale(scale, self.global_scale).reshape(shape),
-            zero_point.reshape(shape),
+            zero_point.float().reshape(shape),
             grid_of(self.args),
-            weights_NQG=weights,
-        ).sum()
-        ours = self._error(x_NQG, weights)
+        )
+        plain = self._error(x_NQG - rounded_NQG, weights)
+        ours = self._error(x_NQG - self._blocks(self.restored), weights)
         if float(ours) == 0 or float(plain) == 0:
             return 0.0 if float(ours) == float(plain) else None
         return 10 * math.log10(float(plain) / float(ours))
@@ -57,7 +61,7 @@ class Sample:
 
         None where the exact optimum would take too long, or is zero.
         """
-        if strategy_of(self.args) not in _BY_ROW or self.args.num_bits > _FEW_BITS:
+        if strategy_of(self.args) not in _BY_ROW or self.args.num_bits > _FEW_BITS or self.hessian_CC is not None:
             return None
         positions = self.original.shape[-1] // int(self.args.group_size or self.original.shape[-1])
         count = max(1, _POSITIONS // positions)
@@ -65,7 +69,11 @@ class Sample:
         x_NQG, weights = few._blocks(few.original), few._weights()
         least = exact_optimum(x_NQG, self.args, weights_NQG=weights, global_scale=self.global_scale).error_Q.sum()
         # The optimum knows nothing of the dtype that weights are restored in, whose rounding may happen to help.
-        return max(0.0, float(few._error(x_NQG, weights) / least) - 1) if float(least) > 0 else None
+        return (
+            max(0.0, float(few._error(x_NQG - few._blocks(few.restored), weights) / least) - 1)
+            if float(least) > 0
+            else None
+        )
 
     def _blocks(self, rows: Tensor) -> Tensor:
         return flatten_for_calibration(rows.float(), "weight", self.args)
@@ -74,8 +82,11 @@ class Sample:
         shape = tuple(self.original.shape)
         return None if self.importance is None else spread_columns(self.importance, shape, self.args)
 
-    def _error(self, x_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
-        squares = (x_NQG - self._blocks(self.restored)).double().square()
+    def _error(self, d_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
+        if self.hessian_CC is not None:
+            d_RC = d_NQG.reshape(self.original.shape)
+            return (d_RC * (d_RC @ self.hessian_CC)).sum(dtype=torch.float64)
+        squares = d_NQG.double().square()
         return (squares if weights_NQG is None else squares * weights_NQG).sum()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
@@ -33,6 +33,7 @@ from typing_extensions import override
 from scalewright.errors import CalibrationError
 from scalewright.modifiers.figures import Sample, some_rows
 from scalewright.modifiers.quantization import observers_of
+from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import Shown
 from scalewright.modifiers.storing import store
 from scalewright.numerics.measure import Noise, signal_to_noise
@@ -118,6 +119,15 @@ class WatchedLayer:
             return None
         return observer if observer.wants_inputs else None
 
+    goes_in_steps: ClassVar[bool] = False
+    """Whether layers before it are quantised before it is shown anything, in the sequential pipeline."""
+
+    @property
+    def is_seen_by_its_input(self) -> bool:
+        """Whether its input is all there is to see of it."""
+        output = self.scheme.output_activations
+        return output is None or not wants_values(output)
+
     @property
     def wants_data(self) -> bool:
         """Whether anything but the weight has to be seen."""
@@ -129,11 +139,23 @@ class WatchedLayer:
         yield from (
             (base_name, _shown_to(self.observers[base_name])) for base_name in _ACTIVATIONS & self.observers.keys()
         )
+        yield from self._sees_for_weights()
+        if isinstance(self.module, nn.Linear):
+            yield "input", self._keep_some
+
+    def sees_unquantised(self) -> Iterator[tuple[str, See]]:
+        """What must be shown to whom while the same data flows through the model as it was."""
+        yield from ()
+
+    @property
+    def wants_unquantised(self) -> bool:
+        """Whether data is to flow through the model as it was, too. It is shown each batch of that first."""
+        return False
+
+    def _sees_for_weights(self) -> Iterator[tuple[str, See]]:
         importance = self.importance
         if importance is not None:
             yield "input", lambda shown: importance.add_squares(*shown.once("squares", lambda: _squares(shown)))
-        if isinstance(self.module, nn.Linear):
-            yield "input", self._keep_some
 
     def _keep_some(self, shown: Shown) -> None:
         room = _SAMPLE_TOKENS - sum(len(each) for each in self._sample)
@@ -151,21 +173,28 @@ class WatchedLayer:
         if isinstance(observer, SearchObserver):
             observer.foreseen_absmax = foreseen_absmax
         if observer is not None:
-            observer(self.module.weight)
+            observer(self.target.to(self.weight.dtype))
+
+    @property
+    def target(self) -> Tensor:
+        """What the weight should have been rounded from: itself, unless something better is known."""
+        return self.weight.detach()
 
     @torch.no_grad()
     def finish(self) -> QuantizedLayer:
         """Find the qparams, write them on the module, and make its weight what will be read back."""
-        original = self.weight.detach()
-        layer = self._quantized_layer(tuple(original.shape))
+        layer = self._quantized_layer(tuple(self.weight.shape))
         before = self._output()
-        qparams = self._write_qparams()
+        qparams = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
         if self.scheme.weights is None:
+            self._write_qparams(qparams)
             layer.compressed = get_direct_state_dict(self.module)
         else:
             importance = None if self.importance is None else self.importance.channel_importance
             self.observers["weight"].detach(self.module)  # it may hold the weight as it was
-            self._store(layer, importance=importance, global_scale=qparams["weight"]["global_scale"])
+            rounded = self._rounded(qparams["weight"], layer.notes)
+            self._write_qparams(qparams)
+            self._store(layer, rounded, importance=importance, global_scale=qparams["weight"]["global_scale"])
         self.module.quantization_status = QuantizationStatus.DECOMPRESSED
         after = self._output()
         if before is not None and after is not None:
@@ -191,7 +220,18 @@ class WatchedLayer:
         assert isinstance(weight, Tensor)
         return weight
 
-    def _store(self, layer: QuantizedLayer, *, importance: Tensor | None, global_scale: Tensor | None) -> None:
+    def _rounded(self, qparams: QParamsDict, notes: list[str]) -> Tensor | None:
+        """The weight as it is to be stored, if that is not the nearest under `qparams`, which may be changed."""
+        return None
+
+    def _store(
+        self,
+        layer: QuantizedLayer,
+        rounded: Tensor | None,
+        *,
+        importance: Tensor | None,
+        global_scale: Tensor | None,
+    ) -> None:
         """Make the weight what will be read back, keep what is stored, and measure what was lost."""
         args = self.scheme.weights
         assert args is not None
@@ -200,18 +240,26 @@ class WatchedLayer:
         some = some_rows(original)
         some_as_they_were = original[some]
         noise = Noise()
+        state = dict(get_direct_state_dict(self.module))
+        if rounded is not None:
+            state["weight"] = rounded
 
         def take(rows: slice, restored: Tensor) -> None:
             restored = restored.to(original.dtype)
             noise.add(original[rows], restored)
             target.detach()[rows] = restored
 
-        layer.compressed = store(get_direct_state_dict(self.module), self.scheme, self.format, take)
+        layer.compressed = store(state, self.scheme, self.format, take)
         self.module.weight = target.requires_grad_(False)
         layer.weight_db = noise.decibels
-        sample = Sample(some_as_they_were, target.detach()[some], args, importance, global_scale)
+        sample = Sample(some_as_they_were, target.detach()[some], args, importance, global_scale, self.hessian)
         layer.gain_db = sample.gain_over_minmax()
         layer.above_optimum = sample.above_optimum()
+
+    @property
+    def hessian(self) -> Tensor | None:
+        """What errors of the weight's columns cost together, where that is known."""
+        return None
 
     def _weight_to_write(self) -> nn.Parameter:
         """What becomes the module's weight: the one it has if nobody else has it, too, because the memory between the
@@ -232,16 +280,14 @@ class WatchedLayer:
             notes = [note for note in notes if note != weighted.fallback]
         return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
 
-    def _write_qparams(self) -> dict[str, QParamsDict]:
-        """Put the qparams of all observers on the module."""
-        found = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
+    def _write_qparams(self, found: Mapping[str, QParamsDict]) -> None:
+        """Put qparams on the module."""
         initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
         for base_name, qparams in found.items():
             for kind in ("scale", "zero_point", "global_scale"):
                 parameter, value = getattr(self.module, f"{base_name}_{kind}", None), qparams.get(kind)
                 if isinstance(parameter, Tensor) and isinstance(value, Tensor):
                     parameter.data.copy_(value.reshape(parameter.shape))
-        return found
 
     def _qparams(self, observer: Observer) -> QParamsDict:
         if not observer.has_statistics:
@@ -313,6 +359,11 @@ class WatchedAttention(WatchedLayer):
     def sees(self) -> Iterator[tuple[str, See]]:
         yield from ((base_name, _shown_to(observer)) for base_name, observer in self.observers.items())
 
+    @property
+    @override
+    def is_seen_by_its_input(self) -> bool:
+        return False
+
     @override
     def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
         """There is none."""
@@ -321,7 +372,7 @@ class WatchedAttention(WatchedLayer):
     @torch.no_grad()
     def finish(self) -> QuantizedLayer:
         layer = self._quantized_layer(())
-        self._write_qparams()
+        self._write_qparams({base_name: self._qparams(observer) for base_name, observer in self.observers.items()})
         self.module.quantization_status = QuantizationStatus.FROZEN
         self._undo.pop_all()
         return layer

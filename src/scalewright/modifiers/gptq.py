@@ -1,0 +1,81 @@
+"""GPTQModifier: rounding that makes up for its errors, layer by layer, in lock step with the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import override
+
+from scalewright.errors import RecipeError, did_you_mean
+from scalewright.modifiers.quantization import QuantizationModifier
+
+_ORDERS = ("static", "weight", "none")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a weight is rounded: the knobs of GPTQ."""
+
+    block_size: int = 128
+    damping: float = 0.01
+    is_ordered: bool = True
+    refinements: int = 0
+    correction: float = 0.0
+    has_signed_scales: bool = False
+
+
+class GPTQModifier(QuantizationModifier):
+    """`QuantizationModifier`, with each column of a weight rounded so that it makes up for the errors before it."""
+
+    fields: ClassVar[Mapping[str, str]] = {
+        **QuantizationModifier.fields,
+        "block_size": "columns that are rounded before the rest of the weight hears of their errors (128)",
+        "dampening_frac": "what is added to the diagonal of the Hessian, as a share of its mean (0.01)",
+        "actorder": "static: columns with strong inputs are rounded first; none: in their order (static)",
+        "refinements": "times that scales are fitted to the codes, and each code is chosen again given all others (0)",
+        "correction": "share of what earlier layers have lost that a weight makes up for, from 0 to 1 (0)",
+        "signed_scales": "whether scales of symmetric integers may be negative (false)",
+    }
+    orders_columns: ClassVar[bool] = True
+
+    def __init__(self, **given: Any) -> None:
+        if "actorder" in given and given["actorder"] is None:  # what others call none
+            given["actorder"] = "none"
+        super().__init__(**given)
+        order = self.given.get("actorder", "static")
+        if order not in _ORDERS:
+            raise RecipeError(
+                f"actorder: there is no {order!r}.{did_you_mean(str(order), _ORDERS)} Choices: {', '.join(_ORDERS)}.",
+                key=("actorder",),
+            )
+        is_signed = self.given.get("signed_scales", False)
+        if not isinstance(is_signed, bool):
+            raise RecipeError(f"signed_scales: expected true or false, got {is_signed!r}.", key=("signed_scales",))
+        if all(group.scheme.weights is None for group in self.groups):
+            raise RecipeError(
+                f"{type(self).__name__}: there are no weights to round. Give weights, or use QuantizationModifier."
+            )
+        self.rounding = Rounding(
+            self._number("block_size", 128, low=1, whole=True),
+            self._number("dampening_frac", 0.01, low=0, whole=False),
+            order != "none",
+            self._number("refinements", 0, low=0, whole=True),
+            self._number("correction", 0.0, low=0, high=1, whole=False),
+            is_signed,
+        )
+
+    @property
+    @override
+    def data(self) -> Literal["needed", "useful", "none"]:
+        return "needed"
+
+    def _number(self, name: str, default: Any, *, low: float, high: float | None = None, whole: bool) -> Any:
+        value = self.given.get(name, default)
+        kinds = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= (high or float("inf")):
+            what = "whole number" if whole else "number"
+            until = "on" if high is None else f"to {high:g}"
+            raise RecipeError(f"{name}: expected a {what} from {low:g} {until}, got {value!r}.", key=(name,))
+        return value

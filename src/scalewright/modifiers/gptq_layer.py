@@ -1,0 +1,260 @@
+"""A layer whose weight is rounded with its inputs in mind: it collects their Hessian, and rounds column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor, nn
+from typing_extensions import override
+
+from scalewright.errors import CalibrationError
+from scalewright.modifiers.gptq import Rounding
+from scalewright.modifiers.layers import See, WatchedLayer
+from scalewright.modifiers.shown import Shown
+from scalewright.numerics.gptq import Codebook, corrected, descend, refit, round_columns
+from scalewright.numerics.grids import grid_of
+from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, symmetrize_
+from scalewright.numerics.layout import strategy_of
+from scalewright.numerics.scales import effective_scale
+from scalewright.observers.base import QParamsDict
+from scalewright.observers.importance import ImportanceObserver
+
+_FEW_TOKENS = 32  # from which nothing can be learnt
+_BY_ROW = ("channel", "group", "tensor_group")  # each row has scales of its own
+
+
+class Hessian:
+    """The sum of x xT over the tokens that some layers are shown, all of them the same ones.
+
+    Where it is known what they should have been shown, x', the sum of x (x' - x)T, too.
+    """
+
+    def __init__(self, columns: int, device: torch.device, *, with_cross: bool) -> None:
+        self.num_tokens = 0
+        self.num_shown = 0
+        self.cross_CC = torch.zeros(columns, columns, device=device) if with_cross else None
+        self._sum_CC = torch.zeros(columns, columns, device=device)
+        self._is_symmetric = True
+        self._factors: dict[tuple[float, bool], Factor] = {}
+
+    def add(self, shown: Shown, unquantised: Tensor | None) -> None:
+        """Add the tokens that count."""
+        x_TC = _tokens(shown)
+        add_outer_(self._sum_CC, x_TC)
+        if self.cross_CC is not None and unquantised is not None:
+            add_outer_(self.cross_CC, x_TC, unquantised - x_TC)
+        self._is_symmetric = False
+        self.num_tokens += len(x_TC)
+        self.num_shown += 1
+
+    @property
+    def matrix(self) -> Tensor:
+        """All of it."""
+        if not self._is_symmetric:
+            symmetrize_(self._sum_CC)
+            self._is_symmetric = True
+        return self._sum_CC
+
+    def factor(self, rounding: Rounding) -> Factor:
+        """Its factor, computed once."""
+        key = (rounding.damping, rounding.is_ordered)
+        if key not in self._factors:
+            self._factors[key] = factor(self.matrix, damping=rounding.damping, is_ordered=rounding.is_ordered)
+        return self._factors[key]
+
+
+class GPTQLayer(WatchedLayer):
+    """A linear layer that is rounded by GPTQ. Layers that are shown the same inputs share their Hessian."""
+
+    goes_in_steps: ClassVar[bool] = True
+
+    def __init__(self, name: str, module: nn.Module, scheme: QuantizationScheme, rounding: Rounding) -> None:
+        super().__init__(name, module, scheme)
+        self._rounding = rounding
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hessian: Hessian | None = None
+        self._num_shown = 0
+        self._unquantised: Tensor | None = None
+        self._target: Tensor | None = None
+        self._failure: str | None = None
+
+    @override
+    def stop(self) -> None:
+        super().stop()
+        self._forget()
+
+    # ---- watching ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def wants_data(self) -> bool:
+        return True
+
+    @property
+    @override
+    def wants_unquantised(self) -> bool:
+        return self._rounding.correction > 0
+
+    @override
+    def sees_unquantised(self) -> Iterator[tuple[str, See]]:
+        if self.wants_unquantised:
+            yield "input", self._keep_unquantised
+
+    @override
+    def _sees_for_weights(self) -> Iterator[tuple[str, See]]:
+        yield "input", self._add
+
+    def _keep_unquantised(self, shown: Shown) -> None:
+        self._unquantised = shown.once("tokens", lambda: _tokens(shown))
+
+    def _add(self, shown: Shown) -> None:
+        if self._hessian is None:
+            columns, device = shown.value.shape[-1], shown.value.device
+            self._hessian = shown.once("hessian", lambda: Hessian(columns, device, with_cross=self.wants_unquantised))
+        hessian, unquantised = self._hessian, self._unquantised
+        shown.once(("added", id(hessian)), lambda: hessian.add(shown, unquantised))
+        self._num_shown += 1
+        self._unquantised = None
+
+    # ---- quantising --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def target(self) -> Tensor:
+        if self._target is None:
+            self._target = self.weight.detach()
+            found = self._factor() if self.wants_unquantised else None
+            if found is not None and self._hessian is not None and self._hessian.cross_CC is not None:
+                weight_CR = self._target.float().T.contiguous()
+                share = self._rounding.correction
+                self._target = corrected(weight_CR, self._hessian.cross_CC, found, share=share).T.contiguous()
+        return self._target
+
+    @property
+    @override
+    def hessian(self) -> Tensor | None:
+        return None if self._factor() is None or self._hessian is None else self._hessian.matrix
+
+    @override
+    def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
+        hessian, importance = self._hessian, self.importance
+        if hessian is not None and hessian.num_shown != self._num_shown:
+            raise CalibrationError(
+                f"{self.name}: was shown {self._num_shown} inputs, of which some but not all were those of another "
+                f"layer ({hessian.num_shown} in all). Their Hessian cannot be shared. Use the basic pipeline for them, "
+                "or another modifier."
+            )
+        if hessian is not None and importance is not None and hessian.num_tokens:
+            importance.add_squares(hessian.matrix.diagonal().clone(), hessian.num_tokens)
+        super().observe_weight(foreseen_absmax=foreseen_absmax)
+
+    @override
+    def _rounded(self, qparams: QParamsDict, notes: list[str]) -> Tensor | None:
+        found, hessian, args = self._factor(), self._hessian, self.scheme.weights
+        if found is None or hessian is None or args is None:
+            notes.append(f"{self.name}: {self._failure} It was rounded to the nearest.")
+            return None
+        if found.damping > self._rounding.damping:
+            notes.append(
+                f"{self.name}: its Hessian was not positive definite with dampening_frac {self._rounding.damping:g}, "
+                f"and got {found.damping:g}."
+            )
+        weight_CR = self.target.float().T.contiguous()
+        hessian_CC = damped(hessian.matrix, found)
+        size = self._rounding.block_size
+        book = self._signed(codebook(args, qparams, tuple(self.weight.shape)), qparams, weight_CR, found)
+        rounded_CR = round_columns(weight_CR, found, book, block_size=size)
+        for _ in range(self._rounding.refinements):
+            if strategy_of(args) in _BY_ROW:
+                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
+            rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
+        if strategy_of(args) in _BY_ROW:
+            scale = book.scale_GR.T if qparams["global_scale"] is None else book.scale_GR.T * qparams["global_scale"]
+            qparams["scale"] = scale.contiguous().to(qparams["scale"].dtype).reshape(qparams["scale"].shape)
+        return rounded_CR.T.contiguous()
+
+    def _factor(self) -> Factor | None:
+        """The Hessian's factor; None, with `_failure` saying why, if there is none."""
+        hessian = self._hessian
+        if hessian is None or hessian.num_tokens < _FEW_TOKENS:
+            count = 0 if hessian is None else hessian.num_tokens
+            self._failure = f"saw {count} tokens, and GPTQ needs {_FEW_TOKENS} or more."
+            return None
+        try:
+            return hessian.factor(self._rounding)
+        except ArithmeticError as error:
+            self._failure = f"{error}. Give more, or other, samples."
+            return None
+
+    def _signed(self, book: Codebook, qparams: QParamsDict, weight_CR: Tensor, found: Factor) -> Codebook:
+        """The codebook, with the sign of each scale under which its group loses less."""
+        args = self.scheme.weights
+        assert args is not None
+        is_fit = args.type == "int" and args.symmetric and strategy_of(args) in ("channel", "group")
+        if not self._rounding.has_signed_scales or not is_fit or self._hessian is None:
+            return book
+        observer = self.new_observers()["weight"]
+        importance_C = self._hessian.matrix.diagonal().clone()
+        if isinstance(observer, ImportanceObserver) and observer.wants_inputs:
+            observer.add_squares(importance_C, self._hessian.num_tokens)
+        observer(-self.target.to(self.weight.dtype))
+        mirrored = codebook(args, observer.get_qparams(), tuple(self.weight.shape))
+        mirrored.scale_GR.neg_()
+        errors = [_errors_by_group(weight_CR, each, importance_C + found.added_C) for each in (book, mirrored)]
+        scale_GR = torch.where(errors[0] <= errors[1], book.scale_GR, mirrored.scale_GR)
+        return Codebook(book.grid, scale_GR, None, book.group_C)
+
+
+def codebook(args: QuantizationArgs, qparams: QParamsDict, shape: tuple[int, ...]) -> Codebook:
+    """What the elements of a weight [R, C] may become under these qparams."""
+    rows, columns = shape
+    strategy = strategy_of(args)
+    scale = effective_scale(qparams["scale"], qparams["global_scale"])
+    zero_point = None if args.symmetric else qparams["zero_point"].float()
+    if strategy == "block":
+        assert args.block_structure is not None
+        height, width = args.block_structure
+        parts = [
+            None if each is None else each.repeat_interleave(height, dim=0)[:rows].T.contiguous()
+            for each in (scale, zero_point)
+        ]
+    else:
+        width = int(args.group_size) if strategy in ("group", "tensor_group") and args.group_size else columns
+        parts = [
+            None if each is None else each.reshape(-1, columns // width).expand(rows, -1).T.contiguous()
+            for each in (scale, zero_point)
+        ]
+    assert parts[0] is not None
+    return Codebook(grid_of(args), parts[0].float(), parts[1], [column // width for column in range(columns)])
+
+
+def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
+    """The nearest scale that can be stored beside those of `qparams`."""
+    dtype, global_scale = qparams["scale"].dtype, qparams["global_scale"]
+
+    def nearest(scale: Tensor) -> Tensor:
+        whole = scale if global_scale is None else scale * global_scale
+        stored = whole.to(dtype)
+        return stored.float() if global_scale is None else stored.float() / global_scale
+
+    return nearest
+
+
+def _errors_by_group(weight_CR: Tensor, book: Codebook, importance_C: Tensor) -> Tensor:
+    """What rounding to the nearest costs each group and row, [G, R]."""
+    errors_GR = torch.zeros_like(book.scale_GR)
+    for column, weight_R in enumerate(weight_CR):
+        error_R = (weight_R - book.rounded(column, weight_R)).square_()
+        errors_GR[book.group_C[column]] += importance_C[column] * error_R
+    return errors_GR
+
+
+def _tokens(shown: Shown) -> Tensor:
+    """The tokens that count, [T, C]."""
+    x = shown.value
+    return (x.reshape(-1, x.shape[-1]) if shown.mask is None else x[shown.mask.bool()]).float()

@@ -1,0 +1,145 @@
+"""Rounding a weight so that its errors cancel in the layer's output.
+
+The cost of an error d in a row is d H dT (see `hessian`). Columns are rounded one by one, each to what is best given
+the errors of those before it (GPTQ: with H = R RT, column j is moved by what these add up to in column j of d R).
+Afterwards single columns may be rounded again given all others (`descend`), and scales be fitted to the codes
+(`refit`). Rows do not know of each other, so layers that share their input are rounded together.
+
+All work is done on the transposed weight: a column of it is contiguous there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from scalewright.numerics.grids import Grid
+from scalewright.numerics.hessian import Factor
+
+# R rows (output channels), C columns (input channels), G groups of columns that share a scale, B columns of a block.
+
+_STRIP = 32  # columns that are finished before the rest of their block hears of it
+
+
+@dataclass
+class Codebook:
+    """What each element of a weight may become: a grid, under a scale (and zero point) for each row and group.
+
+    `group_C` names the group of each column. Scales are what codes are multiplied with, global scale included.
+    """
+
+    grid: Grid
+    scale_GR: Tensor
+    zero_point_GR: Tensor | None
+    group_C: list[int]
+
+    def rounded(self, column: int, value_R: Tensor) -> Tensor:
+        """The nearest that `value_R` can be in a column."""
+        group = self.group_C[column]
+        scale_R = self.scale_GR[group]
+        code_R = value_R / scale_R
+        if self.zero_point_GR is None:
+            return self.grid.round_(code_R).mul_(scale_R)
+        point_R = self.zero_point_GR[group]
+        return self.grid.round_(code_R.add_(point_R)).sub_(point_R).mul_(scale_R)
+
+
+def round_columns(weight_CR: Tensor, factor: Factor, book: Codebook, *, block_size: int) -> Tensor:
+    """The rounded weight, [C, R], each column chosen with the errors of those before it in mind."""
+    order = range(len(weight_CR)) if factor.order_C is None else factor.order_C.tolist()
+    target_CR = weight_CR.clone() if factor.order_C is None else weight_CR[factor.order_C]
+    # Column j of `share`: how much of each earlier error it takes over.
+    share_CC = factor.upper_CC / factor.upper_CC.diagonal()
+    rounded_CR, error_CR = torch.empty_like(weight_CR), torch.empty_like(target_CR)
+    for block in _runs(0, len(target_CR), block_size):
+        for strip in _runs(block.start, block.stop, _STRIP):
+            begin = strip.start
+            for j in range(strip.start, strip.stop):
+                value_R = (
+                    torch.addmv(target_CR[j], error_CR[begin:j].T, share_CC[begin:j, j]) if j > begin else target_CR[j]
+                )
+                rounded_R = rounded_CR[order[j]] = book.rounded(order[j], value_R)
+                torch.sub(weight_CR[order[j]], rounded_R, out=error_CR[j])
+            target_CR[strip.stop : block.stop].addmm_(share_CC[strip, strip.stop : block.stop].T, error_CR[strip])
+        target_CR[block.stop :].addmm_(share_CC[block, block.stop :].T, error_CR[block])
+    return rounded_CR
+
+
+def descend(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor, book: Codebook, *, block_size: int) -> Tensor:
+    """One sweep in which each column is rounded anew, given all others; never worse. H has no zero on its diagonal."""
+    rounded_CR = rounded_CR.clone()
+    error_CR = weight_CR - rounded_CR
+    diagonal_C = hessian_CC.diagonal()
+    for block in _runs(0, len(weight_CR), block_size):
+        share_CB = hessian_CC[:, block] / diagonal_C[block]
+        # What the errors outside of the block, and its own as they were, would have each of its columns be.
+        pull_BR = share_CB.T @ error_CR
+        before_BR = error_CR[block].clone()
+        own_BB = share_CB[block]
+        for i, j in enumerate(range(block.start, block.stop)):
+            changed_iR = error_CR[block.start : j] - before_BR[:i]
+            value_R = (
+                rounded_CR[j] + torch.addmv(pull_BR[i], changed_iR.T, own_BB[:i, i])
+                if i
+                else rounded_CR[j] + pull_BR[0]
+            )
+            rounded_CR[j] = book.rounded(j, value_R)
+            torch.sub(weight_CR[j], rounded_CR[j], out=error_CR[j])
+    return rounded_CR
+
+
+def refit(
+    weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor, book: Codebook, *, storable: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Codebook]:
+    """The scale of each group fitted to its codes, one group after the other; never worse, codes stay.
+
+    `storable` gives the nearest scale that can be stored. A scale that this would make worse stays as it is.
+    """
+    rounded_CR, scale_GR = rounded_CR.clone(), book.scale_GR.clone()
+    pull_CR = hessian_CC @ (weight_CR - rounded_CR)
+    group_C = torch.tensor(book.group_C)
+    for group in range(len(scale_GR)):
+        columns_B = (group_C == group).nonzero().squeeze(1).to(weight_CR.device)
+        old_R = scale_GR[group].clone()
+        code_BR = rounded_CR[columns_B] / old_R
+        hessian_BB = hessian_CC[columns_B][:, columns_B]
+        curve_R = (code_BR * (hessian_BB @ code_BR)).sum(dim=0)
+        slope_R = (code_BR * pull_CR[columns_B]).sum(dim=0)
+        new_R = storable(old_R + slope_R / curve_R)
+        change_R = new_R - old_R
+        gain_R = change_R * (2 * slope_R - change_R * curve_R)
+        is_better_R = (gain_R > 0) & (new_R * old_R > 0) & new_R.isfinite()
+        change_R = torch.where(is_better_R, change_R, 0.0)
+        scale_GR[group] += change_R
+        step_BR = code_BR * change_R
+        rounded_CR[columns_B] += step_BR
+        pull_CR.addmm_(hessian_CC[:, columns_B], step_BR, alpha=-1)
+    return rounded_CR, replace(book, scale_GR=scale_GR)
+
+
+def corrected(weight_CR: Tensor, cross_CC: Tensor, factor: Factor, *, share: float) -> Tensor:
+    """The weight that makes up for what its inputs have lost: W + share * (H + damping)^-1 D W.
+
+    D is the sum of x_q (x - x_q)T, with x what the layer should be given and x_q what it is given, and H that of
+    x_q x_qT. With a share of 1, its output is as near to that of the weight under x as it can be.
+    """
+    order_C = torch.arange(len(weight_CR), device=weight_CR.device) if factor.order_C is None else factor.order_C
+    pull_CR = (cross_CC @ weight_CR)[order_C]
+    half_CR = torch.linalg.solve_triangular(factor.upper_CC, pull_CR, upper=True)
+    whole_CR = torch.linalg.solve_triangular(factor.upper_CC.T, half_CR, upper=False)
+    result_CR = weight_CR.clone()
+    result_CR[order_C] += share * whole_CR
+    return result_CR
+
+
+def output_error(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor) -> Tensor:
+    """What the errors of each row cost: d H dT."""
+    error_CR = weight_CR - rounded_CR
+    return (error_CR * (hessian_CC @ error_CR)).sum(dim=0)
+
+
+def _runs(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(each, min(each + size, stop)) for each in range(start, stop, size))

@@ -1,0 +1,81 @@
+"""What a layer's inputs say of the errors of its weight: H = sum of x xT over tokens.
+
+An error d in a row of the weight costs d H dT in the layer's output. `factor` splits H into R RT, with R upper
+triangular, after which the cost is the sum of squares of d R, and column j of R has to do with columns 0 to j of the
+weight alone: that is what rounding column by column needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# T tokens, C columns of the weight (input channels).
+
+_STRIP = 512  # columns of H that are computed at a time, and only down to the diagonal
+_MOST_DAMPING = 1.0  # of the mean diagonal; beyond it H says nothing
+
+
+def add_outer_(hessian_CC: Tensor, x_TC: Tensor, y_TC: Tensor | None = None) -> Tensor:
+    """Add xT y to H; without `y`, xT x, of which only the upper triangle is computed: `symmetrize_` fills the rest."""
+    if y_TC is not None:
+        return hessian_CC.addmm_(x_TC.T, y_TC)
+    for start in range(0, x_TC.shape[1], _STRIP):
+        rows = slice(start, start + _STRIP)
+        hessian_CC[rows, start:].addmm_(x_TC[:, rows].T, x_TC[:, start:])
+    return hessian_CC
+
+
+def symmetrize_(hessian_CC: Tensor) -> Tensor:
+    """Make the lower triangle the mirror of the upper."""
+    for start in range(0, len(hessian_CC), _STRIP):
+        rows = slice(start, start + _STRIP)
+        stop = min(start + _STRIP, len(hessian_CC))
+        block = hessian_CC[rows, rows]
+        block.copy_(block.triu() + block.triu(1).T)
+        hessian_CC[stop:, rows] = hessian_CC[rows, stop:].T
+    return hessian_CC
+
+
+@dataclass(frozen=True)
+class Factor:
+    """H + damping = R RT, its columns in `order_C`; None for the order that they stand in."""
+
+    upper_CC: Tensor
+    order_C: Tensor | None
+    damping: float
+    """What was added to the diagonal, as a share of its mean."""
+    added_C: Tensor
+    """What was added to the diagonal of each column, in the order that they stand in."""
+
+
+def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool) -> Factor:
+    """Split H, which is not changed; with `is_ordered` the columns that count most come first.
+
+    Dead columns get the mean of the others on the diagonal, so that they are rounded to what is nearest. The damping
+    grows tenfold as long as H is not positive definite.
+    """
+    diagonal_C = hessian_CC.diagonal()
+    is_dead_C = diagonal_C <= 0
+    mean = float(diagonal_C.sum() / max(1, int((~is_dead_C).sum()))) or 1.0
+    order_C = torch.argsort(diagonal_C, descending=True, stable=True) if is_ordered else None
+    # The Cholesky factor of H read backwards, read backwards, is upper triangular.
+    backwards_C = (torch.arange(len(diagonal_C), device=hessian_CC.device) if order_C is None else order_C).flip(0)
+    share = damping
+    while True:
+        added_C = torch.where(is_dead_C, mean, 0.0) + mean * share
+        damped_CC = hessian_CC[backwards_C][:, backwards_C]
+        damped_CC.diagonal().add_(added_C[backwards_C])
+        lower_CC, failed = torch.linalg.cholesky_ex(damped_CC)
+        if not int(failed) and bool(torch.isfinite(lower_CC.diagonal()).all()):
+            return Factor(lower_CC.flip(0, 1), order_C, share, added_C)
+        if share >= _MOST_DAMPING:
+            raise ArithmeticError(f"its Hessian is not positive definite, even with {share:g} of its mean added to it")
+        share = max(10 * share, 1e-4)
+
+
+def damped(hessian_CC: Tensor, factor: Factor) -> Tensor:
+    """A copy of H with what was added to its diagonal."""
+    return hessian_CC + torch.diag(factor.added_C)
