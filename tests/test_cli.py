@@ -12,11 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from scalewright import cli
 from scalewright.cli import app
+from scalewright.importance import gather_importance
 from scalewright.modifiers.schemes import scheme_names
 from scalewright.observers import Observer
 from scalewright.oneshot import oneshot
@@ -130,6 +132,14 @@ MISTAKES = [
     (
         ("--recipe", "nowhere.yaml", "--group-size", 32),
         "--group-size: the recipe says that. Leave it out, or change the recipe.",
+    ),
+    (
+        ("--recipe", "nowhere.yaml", "--importance", "mine.safetensors"),
+        "--importance: the recipe says that. Leave it out, or change the recipe.",
+    ),
+    (
+        ("--scheme", "W4A16", "--importance", "nowhere.safetensors"),
+        "nowhere.safetensors: there is no such file.",
     ),
     (
         ("--recipe", "nowhere.yaml", "--observer", "mse", "--ignore", "a"),
@@ -333,6 +343,80 @@ def test_the_command_runs(command):
     assert (ran.returncode, ran.stdout) == (2, "") and "quantise" in ran.stderr
 
 
+# ---- importance ------------------------------------------------------------------------------------------------------
+
+
+def test_importance_is_gathered_into_a_file_that_quantize_takes(model, data, tmp_path):
+    out = tmp_path / "imatrix.safetensors"
+    output = run("importance", model, "--data", data, "--out", out)
+    assert output.splitlines()[-1] == f"{out} is written (14 layers of {model.name}; 192 tokens)."
+    assert "note ids.jsonl: 512 samples were asked for, and there are 8.\n" in output
+    words = ("quantize", model, "--scheme", "W4A16", "--group-size", 32, "--json", "--out")
+    found = json.loads(run(*words, tmp_path / "from_file", "--importance", out))
+    assert (found["pipeline"], found["why"]) == ("data_free", "all importance that it uses was gathered before")
+    assert found["num_samples"] == 0 and found["notes"] == []
+    run(*words, tmp_path / "from_data", "--data", data)
+    run(*words, tmp_path / "without")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("from_file", "from_data", "without")]
+    assert weights[0] == weights[1] != weights[2]
+    plan = json.loads(run("plan", model, "--scheme", "W4A16", "--importance", out, "--json"))
+    assert plan["why"] == found["why"]
+
+
+def test_importance_for_machines(model, data, tmp_path):
+    out = tmp_path / "imatrix.safetensors"
+    words = ("--samples", 2, "--seq-len", 5, "--ignore", "*.down_proj", "--seed", 3)
+    found = json.loads(run("importance", model, "--data", data, "--out", out, *words, "--json"))
+    assert (found["out"], found["num_tokens"], found["seeds"], len(found["layers"])) == (str(out), 10, [3], 13)
+    assert {row["tokens"] for row in found["layers"]} == {10}
+
+
+def test_files_of_importance_are_merged(model, tmp_path):
+    for name, some in (("a", IDS[:3]), ("b", IDS[3:]), ("whole", IDS)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps({"input_ids": each}) for each in some))
+        run("importance", model, "--data", path, "--out", tmp_path / name)
+    output = run("importance", "--merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "both")
+    assert output == f"{tmp_path / 'both'} is written (14 layers of {model.name}; 192 tokens).\n"
+    both, whole = load_file(tmp_path / "both"), load_file(tmp_path / "whole")
+    assert both.keys() == whole.keys()
+    for name, each in both.items():
+        torch.testing.assert_close(each, whole[name], rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("MODEL",), "importance is found by running data through the model. Give a dataset."),
+        (("MODEL", "OTHER", "--data", "x"), "2 models were given. Give one, or files and --merge."),
+        (("--merge", "nowhere", "other"), "nowhere: there is no such file."),
+        (
+            ("--merge", "a", "b", "--data", "x", "--seed", 1, "--no-pack"),
+            "--data, --seed, --pack: files are merged, and no model is run. Leave it out, or --merge.",
+        ),
+    ],
+)
+def test_mistakes_with_importance_are_one_line(words, expected, tmp_path):
+    assert error_of("importance", *words, "--out", tmp_path / "out") == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importance_that_is_there_is_not_replaced_unless_asked_for(model, data, tmp_path):
+    out = tmp_path / "imatrix.safetensors"
+    out.write_text("mine")
+    words = ("importance", model, "--data", data, "--out", out)
+    assert error_of(*words) == f"{out}: exists already. Give another name, or overwrite."
+    assert out.read_text() == "mine"
+    run(*words, "--overwrite")
+    copy = tmp_path / "copy"
+    run("importance", "--merge", out, "--out", copy)
+    assert error_of("importance", "--merge", out, "--out", copy) == (
+        f"{copy}: exists already. Give another name, or overwrite."
+    )
+    assert load_file(copy).keys() == load_file(out).keys()
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 SHARED_OPTIONS = {
@@ -416,6 +500,41 @@ def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):
         "weight_observer": "mse",
         "ignore": ["a", "b"],
     }
+
+
+IMPORTANCE_OPTIONS = {
+    name: OPTIONS[name]
+    for name in OPTIONS
+    if name not in ("--recipe", "--pipeline", "--sequential-targets", "--data", "--out")
+} | {"--out": (["out"], "output_file", Path("out")), "--ignore": (["a", "--ignore", "b"], "ignore", ["a", "b"])}
+
+
+@pytest.mark.parametrize("option", IMPORTANCE_OPTIONS)
+def test_options_of_importance_reach_the_gathering(option, monkeypatch):
+    values, name, expected = IMPORTANCE_OPTIONS[option]
+    words = ["importance", "MODEL", "--data", "some.txt", "--out", "OUT"]
+    defaults = given_to(monkeypatch, "scalewright.importance", "gather_importance", *words)
+    assert (defaults["model"], defaults["recipe"]) == ("MODEL", "some.txt") and defaults[name] != expected
+    assert given_to(monkeypatch, "scalewright.importance", "gather_importance", *words, option, *values)[name] == (
+        expected
+    )
+    known = inspect.signature(gather_importance).parameters
+    asked = {
+        each: known[each].default for each in defaults if each not in ("model", "recipe", "output_file", "on_step")
+    }
+    assert {each: defaults[each] for each in asked} == {**asked, "ignore": [asked["ignore"]]}
+
+
+def test_importance_has_an_option_for_whatever_gathering_takes():
+    taken = {name for _, name, _ in IMPORTANCE_OPTIONS.values()}
+    assert taken | {"model", "dataset", "targets", "on_step"} == set(inspect.signature(gather_importance).parameters)
+
+
+def test_importance_goes_before_the_scheme(monkeypatch):
+    words = ["plan", "MODEL", "--scheme", "W4A16", "--importance", "mine", "--ignore", "a"]
+    gatherer, modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", *words)["recipe"]
+    assert gatherer.given == {"file": "mine", "ignore": ["a"]}
+    assert modifier.given == {"targets": ["Linear"], "scheme": "W4A16", "ignore": ["a"]}
 
 
 def test_samples_are_packed_if_asked_for(model, data, tmp_path):

@@ -482,7 +482,10 @@ DATA_ERRORS = [
         "recipe.modifiers.QuantisationModifier: there is no modifier 'QuantisationModifier'. Did you mean "
         "'QuantizationModifier'? Modifiers: {modifiers}.",
     ),
-    ({"AwqModifier": W4}, "recipe.AwqModifier: there is no modifier 'AwqModifier'. Modifiers: {modifiers}."),
+    (
+        {"AwqModifier": W4},
+        "recipe.AwqModifier: there is no modifier 'AwqModifier'. Did you mean 'GPTQModifier'? Modifiers: {modifiers}.",
+    ),
     # wrong nesting
     (
         W4,
@@ -615,7 +618,7 @@ TEXT_ERRORS = [
     (
         "a_stage:\n  a_modifiers:\n    QuantizationModifier: {scheme: W4A16}\nb_stage:\n\n"
         "  b_modifiers:\n    GptModifier: {}\n",
-        "7: there is no modifier 'GptModifier'. Modifiers: {modifiers}.",
+        "7: there is no modifier 'GptModifier'. Did you mean 'GPTQModifier'? Modifiers: {modifiers}.",
     ),
     (
         "modifiers:\n  QuantizationModifer:\n    scheme: W4A16\n",

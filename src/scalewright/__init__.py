@@ -1,11 +1,20 @@
 """Scalewright: finds the scales that lose least when a language model is written in few bits."""
 
 from scalewright.errors import ScalewrightError
-from scalewright.modifiers import QuantizationModifier
+from scalewright.modifiers import IMatrixGatherer, QuantizationModifier
 from scalewright.observers import Observer
 from scalewright.oneshot import Result, oneshot
 from scalewright.recipe import Recipe
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Observer", "QuantizationModifier", "Recipe", "Result", "ScalewrightError", "__version__", "oneshot"]
+__all__ = [
+    "IMatrixGatherer",
+    "Observer",
+    "QuantizationModifier",
+    "Recipe",
+    "Result",
+    "ScalewrightError",
+    "__version__",
+    "oneshot",
+]

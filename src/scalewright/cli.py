@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial, wraps
@@ -41,6 +41,44 @@ _recipe_option = partial(typer.Option, rich_help_panel="What to do")
 _data_option = partial(typer.Option, rich_help_panel="Calibration data")
 _run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Ignore = Annotated[
+    list[str] | None,
+    _recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+]
+Data = Annotated[
+    str | None, _data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
+]
+NumSamples = Annotated[int, _data_option(min=1, help="How many samples to calibrate with.")]
+SeqLen = Annotated[
+    int | None, _data_option(min=1, help="Tokens of a sample at most.", show_default="2048, or the model's context")
+]
+BatchSize = Annotated[int | None, _data_option(min=1, help="Samples at a time.", show_default="as the memory allows")]
+DataColumn = Annotated[str | None, _data_option(help="The column that has the text, messages or ids.")]
+Split = Annotated[str, _data_option(help="The split of a dataset.")]
+Pack = Annotated[
+    bool | None,
+    _data_option(
+        "--pack/--no-pack",
+        help="Whether to join samples and cut them into full sequences.",
+        show_default="where a text file has lines",
+    ),
+]
+Tokenizer = Annotated[
+    str | None, _data_option(help="A folder or hub name to take it from.", show_default="the model's")
+]
+Seed = Annotated[int, _data_option(help="For the choice of samples.")]
+AllExperts = Annotated[
+    bool,
+    _run_option(
+        "--moe-calibrate-all-experts/--no-moe-calibrate-all-experts",
+        help="Whether each expert of a mixture sees every token.",
+        show_default="it does",
+    ),
+]
+Device = Annotated[str | None, _run_option(help="Where to run: cpu, cuda, ...", show_default="cpu")]
+Dtype = Annotated[str, _run_option(help="auto keeps the model's own; float32, bfloat16, float16.")]
+Strict = Annotated[bool, _run_option("--strict", help="Notes are errors.")]
+TrustRemoteCode = Annotated[bool, _run_option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
 @dataclass(frozen=True)
@@ -58,20 +96,14 @@ class Job:
     observer: Annotated[
         str | None, _recipe_option(help="The observer of weights (see `observers`).", show_default="the best")
     ] = None
-    ignore: Annotated[
-        list[str] | None,
-        _recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+    ignore: Ignore = None
+    importance: Annotated[
+        Path | None, _recipe_option(help="A file that `importance` has written: it weighs the errors of weights.")
     ] = None
-    data: Annotated[
-        str | None, _data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
-    ] = None
-    samples: Annotated[int, _data_option(min=1, help="How many samples to calibrate with.")] = 512
-    seq_len: Annotated[
-        int | None, _data_option(min=1, help="Tokens of a sample at most.", show_default="2048, or the model's context")
-    ] = None
-    batch_size: Annotated[
-        int | None, _data_option(min=1, help="Samples at a time.", show_default="as the memory allows")
-    ] = None
+    data: Data = None
+    samples: NumSamples = 512
+    seq_len: SeqLen = None
+    batch_size: BatchSize = None
     pipeline: Annotated[str, _run_option(help="auto, data_free, basic or sequential.")] = "auto"
     sequential_targets: Annotated[
         list[str] | None,
@@ -81,29 +113,29 @@ class Job:
             show_default="the model's blocks",
         ),
     ] = None
-    dtype: Annotated[str, _run_option(help="auto keeps the model's own; float32, bfloat16, float16.")] = "auto"
-    strict: Annotated[bool, _run_option("--strict", help="Notes are errors.")] = False
-    trust_remote_code: Annotated[
-        bool, _run_option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False
+    dtype: Dtype = "auto"
+    strict: Strict = False
+    trust_remote_code: TrustRemoteCode = False
 
     def parsed_recipe(self) -> Any:
         """The recipe that the options stand for."""
         from scalewright.calibration.plan import LM_HEAD
-        from scalewright.modifiers import QuantizationModifier
+        from scalewright.modifiers import IMatrixGatherer, QuantizationModifier
 
         if (self.scheme is None) == (self.recipe is None):
             raise RecipeError("give either --scheme or --recipe.")
         if self.recipe is None:
-            return QuantizationModifier(
+            ignore = self.ignore or [LM_HEAD]
+            modifier = QuantizationModifier(
                 targets=["Linear"],
                 scheme=self.scheme,
                 group_size=self.group_size,
                 weight_observer=self.observer,
-                ignore=self.ignore or [LM_HEAD],
+                ignore=ignore,
             )
-        said = {"--group-size": self.group_size, "--observer": self.observer, "--ignore": self.ignore}
-        given = [name for name, value in said.items() if value]
+            return [IMatrixGatherer(file=self.importance, ignore=ignore), modifier] if self.importance else modifier
+        said = ("group_size", "observer", "ignore", "importance")
+        given = [f"--{name.replace('_', '-')}" for name in said if getattr(self, name)]
         if given:
             raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
         return self.recipe
@@ -124,6 +156,17 @@ def _with_job(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _given(context: typer.Context, *, besides: Sequence[str]) -> list[str]:
+    """The options that stand on the command line."""
+    names = [name for name in context.params if name not in besides]
+    return [f"--{name.replace('_', '-')}" for name in names if _is_said(context, name)]
+
+
+def _is_said(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -133,29 +176,13 @@ def quantize(
     job: Job,
     out: Annotated[Path, typer.Option(help="The folder for the checkpoint.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
-    column: Annotated[str | None, _data_option(help="The column that has the text, messages or ids.")] = None,
-    split: Annotated[str, _data_option(help="The split of a dataset.")] = "train",
-    pack: Annotated[
-        bool | None,
-        _data_option(
-            "--pack/--no-pack",
-            help="Whether to join samples and cut them into full sequences.",
-            show_default="where a text file has lines",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, _data_option(help="A folder or hub name to take it from.", show_default="the model's")
-    ] = None,
-    seed: Annotated[int, _data_option(help="For the choice of samples.")] = 0,
-    moe_calibrate_all_experts: Annotated[
-        bool,
-        _run_option(
-            "--moe-calibrate-all-experts/--no-moe-calibrate-all-experts",
-            help="Whether each expert of a mixture sees every token.",
-            show_default="it does",
-        ),
-    ] = True,
-    device: Annotated[str | None, _run_option(help="Where to run: cpu, cuda, ...", show_default="cpu")] = None,
+    column: DataColumn = None,
+    split: Split = "train",
+    pack: Pack = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    moe_calibrate_all_experts: AllExperts = True,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Quantise a model and write the checkpoint."""
@@ -224,6 +251,76 @@ def plan(job: Job, as_json: AsJson = False) -> None:
     _tell(found.notes)
     for line in found.summary():
         _say(line)
+
+
+@app.command()
+def importance(
+    context: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|FILE", help="A model: its folder, or its name on the hub. Files, to merge."),
+    ],
+    out: Annotated[Path, typer.Option(help="The file for the importance, in safetensors.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge FILEs that were gathered from one model and different data.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    ignore: Ignore = None,
+    data: Data = None,
+    samples: NumSamples = 512,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    column: DataColumn = None,
+    split: Split = "train",
+    pack: Pack = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    moe_calibrate_all_experts: AllExperts = True,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    strict: Strict = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
+    from scalewright.calibration.plan import LM_HEAD
+    from scalewright.importance import gather_importance, merge_files
+
+    with _failing_politely(), _progress(quiet=as_json) as on_step:
+        if merge:
+            odd = _given(context, besides=("names", "out", "merge", "overwrite", "strict", "as_json"))
+            if odd:
+                raise RecipeError(f"{', '.join(odd)}: files are merged, and no model is run. Leave it out, or --merge.")
+            found = merge_files(names, out, strict=strict, overwrite=overwrite)
+        else:
+            if len(names) > 1:
+                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
+            found = gather_importance(
+                names[0],
+                data,
+                ignore=ignore or [LM_HEAD],
+                output_file=out,
+                tokenizer=tokenizer,
+                num_calibration_samples=samples,
+                max_seq_length=seq_len,
+                batch_size=batch_size,
+                column=column,
+                pack=pack,
+                split=split,
+                moe_calibrate_all_experts=moe_calibrate_all_experts,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                strict=strict,
+                overwrite=overwrite,
+                seed=seed,
+                on_step=on_step,
+            )
+    if as_json:
+        print(json.dumps({**found.to_dict(), "out": str(out)}))
+        return
+    _tell(found.notes)
+    _say(f"{out} is written ({len(found)} layers of {found.model}; {found.num_tokens:,} tokens).")
 
 
 @app.command()
@@ -319,7 +416,7 @@ def _failing_politely() -> Iterator[None]:
 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
-_UNITS = {"calibrating": "tokens", "quantising": "layers"}
+_UNITS = {"gathering": "tokens", "calibrating": "tokens", "quantising": "layers"}
 
 
 @contextmanager

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from scalewright.calibration.data import Samples, load_samples
+from scalewright.calibration.data import Samples
 from scalewright.calibration.experts import showing_all_tokens
+from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
 from scalewright.calibration.plan import LM_HEAD, make_plans
 from scalewright.calibration.sources import DataOptions
@@ -24,12 +25,13 @@ from scalewright.checkpoint.loading import (
     check_dtype,
     load_companions,
     load_model,
-    positions_of,
-    vocabulary_of,
+    samples_for,
+    sequence_length,
 )
 from scalewright.checkpoint.parts import Parts, parts_for
 from scalewright.checkpoint.saving import check_output, copy_checkpoint, save_checkpoint
-from scalewright.errors import DataError, RecipeError, StrictError
+from scalewright.errors import RecipeError, StrictError
+from scalewright.importance import files_of
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
@@ -125,6 +127,7 @@ def oneshot(
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)
+    files = files_of(parsed.modifiers)
     if output_dir is not None:
         check_output(Path(output_dir), overwrite=overwrite)
     with clock("load"):
@@ -133,26 +136,33 @@ def oneshot(
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    length = max_seq_length or min(2048, positions_of(loaded) or 2048)
-    options = DataOptions(num_calibration_samples, length, batch_size, column, pack, split, seed)
+    options = DataOptions(
+        num_calibration_samples, sequence_length(loaded, max_seq_length), batch_size, column, pack, split, seed
+    )
     notes = _Notes(strict)
     layers: list[QuantizedLayer] = []
     samples: Samples | None = None
     stages = [stage.modifiers for stage in parsed.stages]
-    plans = make_plans(loaded, stages, pipeline=pipeline, has_data=dataset is not None, blocks=sequential_targets)
-    for plan in plans:
-        notes.add(plan.notes)
+    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
+    plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
+    gatherings = plan_gatherings(loaded, stages, plans, files=files, **asked)
+    for plan, gathering in zip(plans, gatherings, strict=True):
+        notes.add([*gathering.notes, *plan.notes])
     options = replace(options, tokens_per_batch=min(plan.tokens_per_batch() for plan in plans))
-    with nullcontext() if output_dir is None else parts_for(Path(output_dir)) as parts:
-        for plan in plans:
+    with ExitStack() as stack:
+        parts = None if output_dir is None else stack.enter_context(parts_for(Path(output_dir)))
+        for plan, gathering in zip(plans, gatherings, strict=True):
             if output_dir is not None:
                 check_output(Path(output_dir), overwrite=overwrite, num_bytes=plan.bytes_after())
-            if plan.pipeline != "data_free" and samples is None:
+            if samples is None and (gathering.modules or plan.pipeline != "data_free"):
                 with clock("data"):
-                    samples = _samples(dataset, options, loaded, companions)
+                    samples = samples_for(loaded, dataset, options, companions)
                 notes.add(samples.notes)
+            batches = [] if samples is None else samples.batches
+            if gathering.names:
+                with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
+                    notes.add(stack.enter_context(gathering.standing(loaded, batches, on_step)))
             with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                batches = _on_device([] if samples is None else samples.batches, loaded)
                 calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step)
                 if parts is not None:
                     calibration.keep = parts.keep
@@ -192,29 +202,6 @@ def _recipe_from(recipe: Any, scheme: str | None) -> Recipe:
     if scheme is not None:
         return Recipe.of(QuantizationModifier(scheme=scheme, targets=["Linear"], ignore=[LM_HEAD]))
     return Recipe.of(recipe)
-
-
-def _samples(dataset: Any, options: DataOptions, model: nn.Module, companions: Sequence[Any]) -> Samples:
-    def tokenizer() -> Any:
-        if not companions:
-            raise DataError("data: there is text in it, and no tokenizer. Give tokenizer=, or token ids.")
-        return getattr(companions[0], "tokenizer", companions[0])
-
-    return load_samples(
-        dataset,
-        options,
-        tokenizer=tokenizer,
-        vocab_size=vocabulary_of(model),
-        max_positions=positions_of(model),
-    )
-
-
-def _on_device(batches: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return [
-        {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
-        for batch in batches
-    ]
 
 
 def _gathered(notes: Iterator[str]) -> list[str]:

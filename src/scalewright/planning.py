@@ -16,11 +16,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
+from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import make_plans
 from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
 from scalewright.errors import StrictError
-from scalewright.modifiers import QuantizationModifier
+from scalewright.importance import files_of
+from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
 from scalewright.observers import make_observer
@@ -92,21 +94,20 @@ def plan_of(
     parsed = Recipe.of(recipe)
     check_pipeline(pipeline)
     check_dtype(dtype)
+    files = files_of(parsed.modifiers)
     built = model if isinstance(model, nn.Module) else empty_model(model, trust_remote_code=trust_remote_code)
     if dtype != "auto":
         built.to(getattr(torch, dtype))
     length = min(max_seq_length or _LENGTH, positions_of(built) or _LENGTH)
     num_tokens = num_samples * length
     # Where data is needed it will be given; where it is only useful it may be.
-    needs_data = any(isinstance(each, QuantizationModifier) and each.data == "needed" for each in parsed.modifiers)
-    plans = make_plans(
-        built,
-        [stage.modifiers for stage in parsed.stages],
-        pipeline=pipeline,
-        has_data=has_data or needs_data,
-        blocks=sequential_targets,
-    )
-    notes = list(dict.fromkeys(note for plan in plans for note in plan.notes))
+    stages = [stage.modifiers for stage in parsed.stages]
+    has_data = has_data or any(map(_needs_data, parsed.modifiers))
+    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data}
+    plans = make_plans(built, without_gatherers(stages), blocks=sequential_targets, **asked)
+    gatherings = plan_gatherings(built, stages, plans, files=files, **asked)
+    told = [each.notes for each in gatherings] + [plan.notes for plan in plans]
+    notes = list(dict.fromkeys(note for some in told for note in some))
     if strict and notes:
         raise StrictError(notes[0])
     layers = [layer for plan in plans for layer in plan.layers]
@@ -122,8 +123,8 @@ def plan_of(
     config = getattr(built, "config", None)
     hidden = int(getattr(config, "hidden_size", 0) or getattr(getattr(config, "text_config", None), "hidden_size", 0))
     kept = num_tokens if chosen == "sequential" else batch_tokens
-    activations = 0 if chosen == "data_free" else 4 * hidden * (kept + _LIVE_ACTIVATIONS * batch_tokens)
-    passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen]
+    passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen] + sum(bool(each.modules) for each in gatherings)
+    activations = 0 if passes == 0 else 4 * hidden * (kept + _LIVE_ACTIVATIONS * batch_tokens)
     num_weights = sum(layer.weight.numel() for layer in quantised)
     seconds = 2.0 * passes * num_weights * num_tokens / _flops()
     for some in kinds.values():
@@ -143,6 +144,12 @@ def plan_of(
         before + 12 * widest + activations,
         seconds,
     )
+
+
+def _needs_data(modifier: Modifier) -> bool:
+    if isinstance(modifier, IMatrixGatherer):
+        return modifier.file is None
+    return isinstance(modifier, QuantizationModifier) and modifier.data == "needed"
 
 
 def _group(layers: Sequence[WatchedLayer]) -> PlannedGroup:

@@ -283,7 +283,7 @@ def _parts(data: Any, key: Key, source: _Source) -> Iterator[Modifier | Stage]:
             yield Stage(name, tuple(_stage(value, at, source, name)))
         elif _holds_modifiers(entry):
             yield from _modifiers(value, at, source)
-        elif entry.endswith("Modifier"):
+        elif _is_modifier(entry):
             yield from _modifiers({entry: value}, key, source)
         else:
             known = ["modifiers", f"{entry.rpartition('_')[0] or 'default'}_stage", *Modifier.classes()]
@@ -297,7 +297,7 @@ def _parts(data: Any, key: Key, source: _Source) -> Iterator[Modifier | Stage]:
 def _parts_of_item(data: Any, key: Key, source: _Source) -> Iterable[Modifier | Stage]:
     """Of a recipe in a list: `{Class: ...}` may share a stage with its neighbours, anything longer has its own."""
     parts = _parts(data, key, source)
-    is_short = isinstance(data, Mapping) and all(str(entry).endswith("Modifier") for entry in data)
+    is_short = isinstance(data, Mapping) and all(_is_modifier(str(entry)) for entry in data)
     return parts if is_short else _gathered(parts)
 
 
@@ -307,7 +307,7 @@ def _stage(value: Any, key: Key, source: _Source, name: str) -> Iterator[Modifie
     for entry, modifiers in _entries(value, key, source):
         if _holds_modifiers(entry):
             yield from _modifiers(modifiers, (*key, entry), source)
-        elif entry.endswith("Modifier"):
+        elif _is_modifier(entry):
             yield from _modifiers({entry: modifiers}, key, source)
         else:
             known = [f"{name}_modifiers", "modifiers", *Modifier.classes()]
@@ -360,6 +360,10 @@ def _entries(mapping: Mapping[Any, Any], key: Key, source: _Source) -> Iterator[
 
 def _holds_modifiers(entry: str) -> bool:
     return entry == "modifiers" or entry.endswith("_modifiers")
+
+
+def _is_modifier(entry: str) -> bool:
+    return entry.endswith("Modifier") or entry in Modifier.classes()
 
 
 def _hint(entry: str) -> str:

@@ -111,6 +111,21 @@ def test_the_next_observer_picks_up_what_the_module_has_and_collects_no_more():
     assert not hasattr(layer, "_imatrix_sum")
 
 
+def test_what_was_picked_up_is_complete():
+    layer, first, second = nn.Linear(32, 8), make(), make()
+    first.attach(layer)
+    layer(gaussian(3, 32))
+    first.detach(layer)
+    second.attach(layer)
+    assert (first.is_given, second.is_given) == (False, True)
+    second.observe_input(7 * gaussian(5, 32, seed=1))
+    assert second._imatrix_count == 3
+    torch.testing.assert_close(second.channel_importance, first.channel_importance, rtol=0, atol=0)
+    second.reset()
+    second.observe_input(gaussian(5, 32, seed=1))
+    assert second._imatrix_count == 5 and not second.is_given
+
+
 def test_an_observer_that_was_reset_before_it_was_detached_does_not_blind_the_next():
     layer, first, second = nn.Linear(32, 8), make(), make()
     first.attach(layer)

@@ -25,6 +25,7 @@ ORDER = (
     "recipe",
     "evaluation",
     "report",
+    "importance",
     "oneshot",
     "planning",
     "cli",

@@ -216,7 +216,7 @@ class _Resolution:
                 yield "kv_cache_scheme: no attention module with a kv cache was found in this model."
             elif self.ignored_attention:
                 yield (
-                    f"{_first_of(self.ignored_attention)}: ignored, but a checkpoint has one kv_cache_scheme for all, "
+                    f"{first_of(self.ignored_attention)}: ignored, but a checkpoint has one kv_cache_scheme for all, "
                     "so keys and values are quantised here, too."
                 )
         for field_name, patterns in (("targets", self.patterns), ("ignore", self.ignores)):
@@ -229,7 +229,7 @@ class _Resolution:
                     f"targets {', '.join(group.targets)}: all that they mean is ignored, or belongs to other groups."
                 )
         for kind, names in self.odd.items():
-            yield f"{_first_of(names)}: compressed-tensors has no format for {kind}, so it stays as it is."
+            yield f"{first_of(names)}: compressed-tensors has no format for {kind}, so it stays as it is."
 
     def _unused(self, field_name: str, text: str) -> str:
         """What to say of an entry that changes nothing."""
@@ -303,7 +303,8 @@ def _is_like_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _first_of(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """`model.layers.0.mlp and 3 more`."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 

@@ -1,18 +1,20 @@
-"""Models and what belongs to them, from a folder or from the hub."""
+"""Models and what belongs to them, from a folder or from the hub; and data as a model can take it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from scalewright.errors import ModelError, did_you_mean
+from scalewright.calibration.data import Samples, load_samples
+from scalewright.calibration.sources import DataOptions
+from scalewright.errors import DataError, ModelError, did_you_mean
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -91,6 +93,34 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
     if tokenizer is not None:
         raise ModelError(f"{tokenizer}: there is no tokenizer that could be loaded.")
     return []
+
+
+def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions: Sequence[Any]) -> Samples:
+    """Samples of a dataset for a model, made with the first of its companions; batches are on the model's device."""
+
+    def tokenizer() -> Any:
+        if not companions:
+            raise DataError("data: there is text in it, and no tokenizer. Give tokenizer=, or token ids.")
+        return getattr(companions[0], "tokenizer", companions[0])
+
+    samples = load_samples(
+        dataset,
+        options,
+        tokenizer=tokenizer,
+        vocab_size=vocabulary_of(model),
+        max_positions=positions_of(model),
+    )
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    samples.batches = [
+        {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
+        for batch in samples.batches
+    ]
+    return samples
+
+
+def sequence_length(model: nn.Module, asked: int | None) -> int:
+    """How long samples are at the most: as asked, or 2048, or as many positions as the model has if these are fewer."""
+    return asked or min(2048, positions_of(model) or 2048)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

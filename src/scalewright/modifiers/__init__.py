@@ -2,6 +2,7 @@
 
 from scalewright.modifiers.base import Modifier
 from scalewright.modifiers.gptq import GPTQModifier
+from scalewright.modifiers.imatrix import IMatrixGatherer
 from scalewright.modifiers.quantization import QuantizationModifier
 
-__all__ = ["GPTQModifier", "Modifier", "QuantizationModifier"]
+__all__ = ["GPTQModifier", "IMatrixGatherer", "Modifier", "QuantizationModifier"]

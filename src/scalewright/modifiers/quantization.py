@@ -84,7 +84,7 @@ class QuantizationModifier(Modifier):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.ignore = _names(self.given.get("ignore", []), ("ignore",))
+        self.ignore = parse_names(self.given.get("ignore", []), ("ignore",))
         self.groups = tuple(self._groups())
         kv_cache = self.given.get("kv_cache_scheme")
         self.kv_cache = None if kv_cache is None else _parse_args(kv_cache, ("kv_cache_scheme",), "k")
@@ -148,7 +148,7 @@ class QuantizationModifier(Modifier):
             )
 
     def _targets(self) -> list[str]:
-        return _targets(self.given.get("targets", ["Linear"]), ("targets",))
+        return parse_targets(self.given.get("targets", ["Linear"]), ("targets",))
 
     def _groups_by_name(self) -> Iterator[Group]:
         scheme = self.given["scheme"]
@@ -258,7 +258,7 @@ def _scheme_named(name: str, targets: Any, key: Key) -> QuantizationScheme:
         scheme = scheme_named(name)
     except RecipeError as error:
         raise error.within(*key) from None
-    scheme.targets = _targets(targets, key)
+    scheme.targets = parse_targets(targets, key)
     return scheme
 
 
@@ -271,7 +271,7 @@ def _parse_scheme(group: Any, key: Key) -> QuantizationScheme:
     _refuse_other_choices(group, key)
     if all(group.get(part) is None for part in _PARTS):
         raise RecipeError(f"{where}: does not say what to quantise to. Give {' or '.join(_PARTS)}.", key=key)
-    targets = _targets(group.get("targets", ["Linear"]), (*key, "targets"))
+    targets = parse_targets(group.get("targets", ["Linear"]), (*key, "targets"))
     return _build_scheme(targets, group, key, group.get("format"))
 
 
@@ -345,14 +345,16 @@ def _refuse_other_choices(given: Mapping[str, Any], key: Key) -> None:
             )
 
 
-def _targets(given: Any, key: Key) -> list[str]:
-    names = _names(given, key)
+def parse_targets(given: Any, key: Key) -> list[str]:
+    """The targets that stand under `key`; one at least."""
+    names = parse_names(given, key)
     if not names:
         raise RecipeError(f"{'.'.join(key)}: there are no targets in it. Name some, such as Linear.", key=key)
     return names
 
 
-def _names(given: Any, key: Key) -> list[str]:
+def parse_names(given: Any, key: Key) -> list[str]:
+    """Names and patterns of modules that stand under `key`: a list of them, or one alone."""
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
         raise RecipeError(f"{'.'.join(key)}: expected a name or a list of names, got {given!r}.", key=key)

@@ -43,6 +43,8 @@ class ImportanceObserver(SearchObserver):
         super().reset()
         self._imatrix_sum: Tensor | None = None
         self._imatrix_count: Tensor = torch.tensor(0, dtype=torch.int64)
+        self.is_given: bool = False
+        """Whether importance was taken over from the module. It is complete then: inputs that are shown add nothing."""
         self._fallback: str | None = None
         self.input_mask: Tensor | None = None
 
@@ -69,7 +71,8 @@ class ImportanceObserver(SearchObserver):
         if left_behind is not None and bool(count > 0):
             # A sum without a count still says how the channels compare.
             self._imatrix_sum, self._imatrix_count = torch.as_tensor(left_behind), count
-            _forget(module)
+            self.is_given = True
+            forget_importance(module)
             return
         in_features = getattr(module, "in_features", None)
         if self.base_name != "weight" or in_features is None:
@@ -98,7 +101,7 @@ class ImportanceObserver(SearchObserver):
             hook.remove()
             self._share_with(module)
             if self.channel_importance is None:
-                _forget(module)
+                forget_importance(module)
 
     def observe_input(self, x: Tensor, *, mask: Tensor | None = None) -> None:
         """Add the input [..., in_features] of one call of the module to the importance; masked tokens do not count."""
@@ -110,6 +113,8 @@ class ImportanceObserver(SearchObserver):
 
     def add_squares(self, sum_C: Tensor, num_tokens: int) -> None:
         """Add what `sum_squares` has found in an input, which other layers may have, too."""
+        if self.is_given:
+            return
         try:
             if not bool(torch.isfinite(sum_C).all()):
                 raise NonFiniteError(
@@ -129,7 +134,7 @@ class ImportanceObserver(SearchObserver):
         self._imatrix_count = torch.as_tensor(self._imatrix_count).to(sum_C.device) + num_tokens
 
     def _share_with(self, module: torch.nn.Module) -> None:
-        module._imatrix_sum, module._imatrix_count = self._imatrix_sum, self._imatrix_count  # type: ignore[assignment]
+        leave_importance(module, self._imatrix_sum, self._imatrix_count)
 
     # ---- using it ----------------------------------------------------------------------------------------------
 
@@ -177,7 +182,12 @@ def _without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-def _forget(module: torch.nn.Module) -> None:
+def leave_importance(module: torch.nn.Module, sum_C: Tensor | None, num_tokens: Tensor) -> None:
+    """Put importance on a module, where the next observer's `attach` picks it up."""
+    module._imatrix_sum, module._imatrix_count = sum_C, num_tokens  # type: ignore[assignment]
+
+
+def forget_importance(module: torch.nn.Module) -> None:
     """Take the importance off a module."""
     for name in ("_imatrix_sum", "_imatrix_count"):
         if hasattr(module, name):
