@@ -89,6 +89,10 @@ class Job:
     scheme: Annotated[
         str | None, _recipe_option(help="The scheme: W4A16, FP8_DYNAMIC, NVFP4, ... (see `schemes`).")
     ] = None
+    quality: Annotated[str | None, _recipe_option(help="fast, balanced or best.", show_default="balanced")] = None
+    positive_scales: Annotated[bool, _recipe_option("--positive-scales", help="Let best have no negative scales.")] = (
+        False
+    )
     recipe: Annotated[Path | None, _recipe_option(help="A recipe, in YAML or JSON, instead of a scheme.")] = None
     group_size: Annotated[
         int | None, _recipe_option(help="Weights that share a scale.", show_default="the scheme's number")
@@ -119,22 +123,21 @@ class Job:
 
     def parsed_recipe(self) -> Any:
         """The recipe that the options stand for."""
-        from scalewright.calibration.plan import LM_HEAD
-        from scalewright.modifiers import IMatrixGatherer, QuantizationModifier
+        from scalewright.quality import recipe_for
 
         if (self.scheme is None) == (self.recipe is None):
             raise RecipeError("give either --scheme or --recipe.")
-        if self.recipe is None:
-            ignore = self.ignore or [LM_HEAD]
-            modifier = QuantizationModifier(
-                targets=["Linear"],
-                scheme=self.scheme,
+        if self.scheme is not None:
+            return recipe_for(
+                self.quality or "balanced",
+                self.scheme,
                 group_size=self.group_size,
-                weight_observer=self.observer,
-                ignore=ignore,
+                observer=self.observer,
+                ignore=self.ignore,
+                importance=self.importance,
+                positive_scales=self.positive_scales,
             )
-            return [IMatrixGatherer(file=self.importance, ignore=ignore), modifier] if self.importance else modifier
-        said = ("group_size", "observer", "ignore", "importance")
+        said = ("quality", "positive_scales", "group_size", "observer", "ignore", "importance")
         given = [f"--{name.replace('_', '-')}" for name in said if getattr(self, name)]
         if given:
             raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
@@ -174,7 +177,7 @@ def _is_said(context: typer.Context, name: str) -> bool:
 @_with_job
 def quantize(
     job: Job,
-    out: Annotated[Path, typer.Option(help="The folder for the checkpoint.")],
+    out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint.", show_default="required")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
     column: DataColumn = None,
     split: Split = "train",
@@ -183,12 +186,23 @@ def quantize(
     seed: Seed = 0,
     moe_calibrate_all_experts: AllExperts = True,
     device: Device = None,
+    print_recipe: Annotated[
+        bool, _recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantise a model and write the checkpoint."""
     from scalewright.oneshot import oneshot
+    from scalewright.recipe import Recipe
 
+    if print_recipe:
+        with _failing_politely():
+            recipe = Recipe.of(job.parsed_recipe())
+        print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
+        return
     with _failing_politely(), _progress(quiet=as_json) as on_step:
+        if out is None:
+            raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
         result = oneshot(
             job.model,
             recipe=job.parsed_recipe(),

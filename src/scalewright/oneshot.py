@@ -18,7 +18,7 @@ from scalewright.calibration.data import Samples
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import LM_HEAD, make_plans
+from scalewright.calibration.plan import make_plans
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.loading import (
     check_device,
@@ -32,9 +32,9 @@ from scalewright.checkpoint.parts import Parts, parts_for
 from scalewright.checkpoint.saving import check_output, copy_checkpoint, save_checkpoint
 from scalewright.errors import RecipeError, StrictError
 from scalewright.importance import files_of
-from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
+from scalewright.quality import recipe_for
 from scalewright.recipe import Recipe
 
 
@@ -96,6 +96,7 @@ def oneshot(
     *,
     recipe: Any = None,
     scheme: str | None = None,
+    quality: str | None = None,
     dataset: Any = None,
     output_dir: str | Path | None = None,
     tokenizer: Any = None,
@@ -118,12 +119,14 @@ def oneshot(
 ) -> Result:
     """Quantise a model, given as an object or by its path or hub name, as a recipe (or the name of a scheme) says.
 
+    With a scheme, `quality` is `fast`, `balanced` or `best`; balanced if it is left out.
+
     A model object is quantised in place. With `output_dir` the checkpoint is written there. Nothing is skipped in
     silence: what could not be done as asked is a note of the result, or an error if `strict`. `max_seq_length` is 2048,
     or as many positions as the model has if these are fewer.
     """
     clock = _Clock()
-    parsed = _recipe_from(recipe, scheme)
+    parsed = _recipe_from(recipe, scheme, quality)
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)
@@ -194,13 +197,15 @@ def oneshot(
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _recipe_from(recipe: Any, scheme: str | None) -> Recipe:
+def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe:
     if recipe is not None and scheme is not None:
         raise RecipeError("a recipe and a scheme both say what to do. Keep one of them.")
     if recipe is None and scheme is None:
         raise RecipeError("nothing says what to do. Give a recipe or a scheme.")
     if scheme is not None:
-        return Recipe.of(QuantizationModifier(scheme=scheme, targets=["Linear"], ignore=[LM_HEAD]))
+        return recipe_for(quality or "balanced", scheme)
+    if quality is not None:
+        raise RecipeError("quality goes with a scheme; a recipe says it all. Leave it out.")
     return Recipe.of(recipe)
 
 

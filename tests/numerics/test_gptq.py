@@ -58,7 +58,9 @@ def test_the_hessian_is_the_sum_of_all_products(tokens, columns):
     x_TC = inputs(tokens, min(columns, 96)).repeat(1, -(-columns // 96))[:, :columns].contiguous()
     torch.testing.assert_close(hessian_of(x_TC), x_TC.T @ x_TC, rtol=1e-4, atol=1e-4)
     halves = add_outer_(torch.zeros(columns, columns), x_TC[: tokens // 2])
-    torch.testing.assert_close(symmetrize_(add_outer_(halves, x_TC[tokens // 2 :])), x_TC.T @ x_TC, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        symmetrize_(add_outer_(halves, x_TC[tokens // 2 :])), x_TC.T @ x_TC, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])

@@ -23,6 +23,7 @@ ORDER = (
     "calibration",
     "checkpoint",
     "recipe",
+    "quality",
     "evaluation",
     "report",
     "importance",

@@ -23,7 +23,6 @@ class Rounding:
     is_ordered: bool = True
     refinements: int = 0
     correction: float = 0.0
-    has_signed_scales: bool = False
 
 
 class GPTQModifier(QuantizationModifier):
@@ -36,7 +35,6 @@ class GPTQModifier(QuantizationModifier):
         "actorder": "static: columns with strong inputs are rounded first; none: in their order (static)",
         "refinements": "times that scales are fitted to the codes, and each code is chosen again given all others (0)",
         "correction": "share of what earlier layers have lost that a weight makes up for, from 0 to 1 (0)",
-        "signed_scales": "whether scales of symmetric integers may be negative (false)",
     }
     orders_columns: ClassVar[bool] = True
 
@@ -50,9 +48,6 @@ class GPTQModifier(QuantizationModifier):
                 f"actorder: there is no {order!r}.{did_you_mean(str(order), _ORDERS)} Choices: {', '.join(_ORDERS)}.",
                 key=("actorder",),
             )
-        is_signed = self.given.get("signed_scales", False)
-        if not isinstance(is_signed, bool):
-            raise RecipeError(f"signed_scales: expected true or false, got {is_signed!r}.", key=("signed_scales",))
         if all(group.scheme.weights is None for group in self.groups):
             raise RecipeError(
                 f"{type(self).__name__}: there are no weights to round. Give weights, or use QuantizationModifier."
@@ -63,7 +58,6 @@ class GPTQModifier(QuantizationModifier):
             order != "none",
             self._number("refinements", 0, low=0, whole=True),
             self._number("correction", 0.0, low=0, high=1, whole=False),
-            is_signed,
         )
 
     @property

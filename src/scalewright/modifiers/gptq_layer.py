@@ -20,7 +20,6 @@ from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, sym
 from scalewright.numerics.layout import strategy_of
 from scalewright.numerics.scales import effective_scale
 from scalewright.observers.base import QParamsDict
-from scalewright.observers.importance import ImportanceObserver
 
 _FEW_TOKENS = 32  # from which nothing can be learnt
 _BY_ROW = ("channel", "group", "tensor_group")  # each row has scales of its own
@@ -167,11 +166,11 @@ class GPTQLayer(WatchedLayer):
         weight_CR = self.target.float().T.contiguous()
         hessian_CC = damped(hessian.matrix, found)
         size = self._rounding.block_size
-        book = self._signed(codebook(args, qparams, tuple(self.weight.shape)), qparams, weight_CR, found)
+        book = codebook(args, qparams, tuple(self.weight.shape))
         rounded_CR = round_columns(weight_CR, found, book, block_size=size)
         for _ in range(self._rounding.refinements):
             if strategy_of(args) in _BY_ROW:
-                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
+                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(qparams))
             rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
         if strategy_of(args) in _BY_ROW:
             scale = book.scale_GR.T if qparams["global_scale"] is None else book.scale_GR.T * qparams["global_scale"]
@@ -190,24 +189,6 @@ class GPTQLayer(WatchedLayer):
         except ArithmeticError as error:
             self._failure = f"{error}. Give more, or other, samples."
             return None
-
-    def _signed(self, book: Codebook, qparams: QParamsDict, weight_CR: Tensor, found: Factor) -> Codebook:
-        """The codebook, with the sign of each scale under which its group loses less."""
-        args = self.scheme.weights
-        assert args is not None
-        is_fit = args.type == "int" and args.symmetric and strategy_of(args) in ("channel", "group")
-        if not self._rounding.has_signed_scales or not is_fit or self._hessian is None:
-            return book
-        observer = self.new_observers()["weight"]
-        importance_C = self._hessian.matrix.diagonal().clone()
-        if isinstance(observer, ImportanceObserver) and observer.wants_inputs:
-            observer.add_squares(importance_C, self._hessian.num_tokens)
-        observer(-self.target.to(self.weight.dtype))
-        mirrored = codebook(args, observer.get_qparams(), tuple(self.weight.shape))
-        mirrored.scale_GR.neg_()
-        errors = [_errors_by_group(weight_CR, each, importance_C + found.added_C) for each in (book, mirrored)]
-        scale_GR = torch.where(errors[0] <= errors[1], book.scale_GR, mirrored.scale_GR)
-        return Codebook(book.grid, scale_GR, None, book.group_C)
 
 
 def codebook(args: QuantizationArgs, qparams: QParamsDict, shape: tuple[int, ...]) -> Codebook:
@@ -233,7 +214,7 @@ def codebook(args: QuantizationArgs, qparams: QParamsDict, shape: tuple[int, ...
     return Codebook(grid_of(args), parts[0].float(), parts[1], [column // width for column in range(columns)])
 
 
-def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
+def _storable(qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
     """The nearest scale that can be stored beside those of `qparams`."""
     dtype, global_scale = qparams["scale"].dtype, qparams["global_scale"]
 
@@ -243,15 +224,6 @@ def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor]
         return stored.float() if global_scale is None else stored.float() / global_scale
 
     return nearest
-
-
-def _errors_by_group(weight_CR: Tensor, book: Codebook, importance_C: Tensor) -> Tensor:
-    """What rounding to the nearest costs each group and row, [G, R]."""
-    errors_GR = torch.zeros_like(book.scale_GR)
-    for column, weight_R in enumerate(weight_CR):
-        error_R = (weight_R - book.rounded(column, weight_R)).square_()
-        errors_GR[book.group_C[column]] += importance_C[column] * error_R
-    return errors_GR
 
 
 def _tokens(shown: Shown) -> Tensor:

@@ -1,0 +1,67 @@
+"""`fast`, `balanced`, `best`: the words by which users say how much work a scheme is worth. Each is a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationScheme
+
+from scalewright.calibration.plan import LM_HEAD
+from scalewright.errors import RecipeError, did_you_mean
+from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from scalewright.modifiers.schemes import scheme_named
+from scalewright.recipe import Recipe
+
+QUALITIES = {
+    "fast": "weights are searched without data",
+    "balanced": "errors of weights are weighted by how strong their inputs are",
+    "best": "GPTQ that makes up for what earlier layers lost, with scales and codes refined",
+}
+_FEW_BITS = 4  # up to which refining is worth its time
+_CORRECTION = 0.5
+_REFINEMENTS = 2
+
+
+def recipe_for(
+    quality: str,
+    scheme: str,
+    *,
+    group_size: int | None = None,
+    observer: str | None = None,
+    ignore: Sequence[str] | None = None,
+    importance: str | Path | None = None,
+    positive_scales: bool = False,
+) -> Recipe:
+    """The recipe that a quality stands for.
+
+    `importance` is a file to take it from, and `best` has no negative scales with `positive_scales`.
+    """
+    if quality not in QUALITIES:
+        raise RecipeError(
+            f"there is no quality '{quality}'.{did_you_mean(quality, QUALITIES)} Use {', '.join(QUALITIES)}."
+        )
+    if importance is not None and quality == "fast":
+        raise RecipeError("importance: fast weighs all errors alike. Leave it out, or use balanced.")
+    ignored = list(ignore or [LM_HEAD])
+    given: dict[str, Any] = {"targets": ["Linear"], "scheme": scheme, "ignore": ignored}
+    given |= {} if group_size is None else {"group_size": group_size}
+    given |= {} if observer is None else {"weight_observer": observer}
+    modifier = _modifier(quality, scheme_named(scheme), given, positive_scales=positive_scales)
+    return Recipe.of(modifier if importance is None else [IMatrixGatherer(file=importance, ignore=ignored), modifier])
+
+
+def _modifier(
+    quality: str, scheme: QuantizationScheme, given: dict[str, Any], *, positive_scales: bool
+) -> QuantizationModifier:
+    weights = scheme.weights
+    if weights is None or quality == "balanced":
+        return QuantizationModifier(**given)
+    if quality == "fast":
+        return QuantizationModifier(**{"weight_observer": {"name": "optimal", "importance": "off"}, **given})
+    is_packed = weights.type == "int" and weights.symmetric and scheme.input_activations is None
+    if is_packed and not positive_scales:
+        given = {"weight_observer": {"name": "optimal", "signed": True}, **given}
+    refinements = _REFINEMENTS if weights.num_bits <= _FEW_BITS else 0
+    return GPTQModifier(**given, correction=_CORRECTION, refinements=refinements)
