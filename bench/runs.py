@@ -48,6 +48,7 @@ class RunCase:
     scheme: str | None = None
     weights: Mapping[str, Any] | None = None
     inputs: Mapping[str, Any] | None = None
+    modifier: str = "QuantizationModifier"
 
     def recipe(self, group_size: int) -> dict[str, Any]:
         """The fields of the modifier; groups are as large as the model allows."""
@@ -66,6 +67,8 @@ CASES = (
     RunCase("W4A16, `imatrix_mse`", weights={**INT4, "observer": "imatrix_mse"}),
     RunCase("W4A16, `memoryless_minmax`", weights={**INT4, "observer": "memoryless_minmax"}),
     RunCase("W4A16", weights=INT4),
+    RunCase("W4A16, GPTQ", weights={**INT4, "observer": "memoryless_minmax"}, modifier="GPTQModifier"),
+    RunCase("W4A16, GPTQ, `imatrix_mse`", weights={**INT4, "observer": "imatrix_mse"}, modifier="GPTQModifier"),
     RunCase("W8A8 static", weights=PER_CHANNEL, inputs=PER_TENSOR),
     RunCase(
         "W8A8 static, `minmax`",
@@ -198,7 +201,7 @@ def measure(
 def one_run(case: RunCase, subject: Subject, side: str, python: str, folder: Path) -> dict[str, Any]:
     """What a worker answers; RuntimeError with its last words if it does not."""
     request = {"model": str(subject.folder), "tokens": str(folder / "tokens.safetensors"), "threads": THREADS}
-    request |= {"out": str(folder / "checkpoint"), "recipe": case.recipe(subject.group_size)}
+    request |= {"out": str(folder / "checkpoint"), "recipe": case.recipe(subject.group_size), "modifier": case.modifier}
     save_file({"ids": subject.calibration.contiguous()}, request["tokens"])
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     command: Sequence[str] = [

@@ -31,8 +31,7 @@ def main() -> None:
     torch.set_num_threads(request["threads"])
     package = PACKAGES[side]
     oneshot = importlib.import_module(package).oneshot
-    modifier_class = importlib.import_module(f"{package}.modifiers.quantization").QuantizationModifier
-    modifier = modifier_class(**request["recipe"])
+    modifier = modifier_named(package, request["modifier"])(**request["recipe"])
     ids = load_file(request["tokens"])["ids"]
     model = AutoModelForCausalLM.from_pretrained(request["model"])
     for each in model.parameters():  # a mapped file would become memory only when somebody reads it
@@ -49,6 +48,12 @@ def main() -> None:
     names = (package, "torch", "transformers", "compressed-tensors")
     answer = {"seconds": seconds, "extra_bytes": extra, "versions": {name: version(name) for name in names}}
     Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def modifier_named(package: str, name: str) -> Any:
+    """A modifier's class; the peer keeps each kind in a package of its own."""
+    home = {"GPTQModifier": "gptq", "QuantizationModifier": "quantization"}[name]
+    return getattr(importlib.import_module(f"{package}.modifiers.{home}"), name)
 
 
 def data_for(side: str, ids: torch.Tensor) -> tuple[Any, dict[str, Any]]:

@@ -444,7 +444,7 @@ OPTIONS = {
     "--no-moe-calibrate-all-experts": ([], "moe_calibrate_all_experts", False),
     "--device": (["cpu"], "device", "cpu"),
 }
-TAKEN_OTHERWISE = {"model", "scheme", "on_step"}
+TAKEN_OTHERWISE = {"model", "scheme", "quality", "on_step"}
 
 
 class StopError(Exception):
@@ -492,8 +492,8 @@ def test_options_of_plan_reach_the_plan(option, monkeypatch):
 
 def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):
     words = ["--scheme", "W4A16", "--group-size", 32, "--observer", "mse", "--ignore", "a", "--ignore", "b"]
-    modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", "plan", "MODEL", *words)["recipe"]
-    assert modifier.given == {
+    recipe = given_to(monkeypatch, "scalewright.planning", "plan_of", "plan", "MODEL", *words)["recipe"]
+    assert recipe.modifiers[0].given == {
         "targets": ["Linear"],
         "scheme": "W4A16",
         "group_size": 32,

@@ -19,6 +19,7 @@ SOURCES = sorted((ROOT / "src" / "scalewright").rglob("*.py"))
 
 PUBLIC_NAMES = {
     scalewright: [
+        "GPTQModifier",
         "IMatrixGatherer",
         "Observer",
         "QuantizationModifier",

@@ -75,19 +75,22 @@ def descend(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor, book: Cod
     diagonal_C = hessian_CC.diagonal()
     for block in _runs(0, len(weight_CR), block_size):
         share_CB = hessian_CC[:, block] / diagonal_C[block]
-        # What the errors outside of the block, and its own as they were, would have each of its columns be.
-        pull_BR = share_CB.T @ error_CR
-        before_BR = error_CR[block].clone()
         own_BB = share_CB[block]
-        for i, j in enumerate(range(block.start, block.stop)):
-            changed_iR = error_CR[block.start : j] - before_BR[:i]
-            value_R = (
-                rounded_CR[j] + torch.addmv(pull_BR[i], changed_iR.T, own_BB[:i, i])
-                if i
-                else rounded_CR[j] + pull_BR[0]
-            )
-            rounded_CR[j] = book.rounded(j, value_R)
-            torch.sub(weight_CR[j], rounded_CR[j], out=error_CR[j])
+        # What the errors as they are would have each column of the block be.
+        target_BR = torch.addmm(rounded_CR[block], share_CB.T, error_CR)
+        change_BR = torch.empty_like(target_BR)
+        for strip in _runs(0, len(target_BR), _STRIP):
+            begin = strip.start
+            for i in range(strip.start, strip.stop):
+                j = block.start + i
+                value_R = (
+                    torch.addmv(target_BR[i], change_BR[begin:i].T, own_BB[begin:i, i]) if i > begin else target_BR[i]
+                )
+                rounded_R = book.rounded(j, value_R)
+                torch.sub(rounded_CR[j], rounded_R, out=change_BR[i])
+                rounded_CR[j] = rounded_R
+            target_BR[strip.stop :].addmm_(own_BB[strip, strip.stop :].T, change_BR[strip])
+        error_CR[block] += change_BR
     return rounded_CR
 
 

@@ -33,7 +33,7 @@ class Grid:
 
     def round_(self, x: Tensor) -> Tensor:
         """Round fp32 `x` in place to the nearest number of this grid, half to even, saturating at its ends."""
-        return self.round_into(x, x, torch.empty_like(x))
+        return self.round_into(x, x, x if self.mantissa_bits is None else torch.empty_like(x))
 
     def round_into(self, x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
         """The same, written to `out` (which may be `x`); `scratch` is overwritten. All are fp32 of one shape."""
