@@ -532,7 +532,7 @@ def test_importance_has_an_option_for_whatever_gathering_takes():
 
 def test_importance_goes_before_the_scheme(monkeypatch):
     words = ["plan", "MODEL", "--scheme", "W4A16", "--importance", "mine", "--ignore", "a"]
-    gatherer, modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", *words)["recipe"]
+    gatherer, modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", *words)["recipe"].modifiers
     assert gatherer.given == {"file": "mine", "ignore": ["a"]}
     assert modifier.given == {"targets": ["Linear"], "scheme": "W4A16", "ignore": ["a"]}
 
