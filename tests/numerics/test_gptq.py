@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalewright.numerics.gptq import Codebook, descend, output_error, round_columns
+from scalewright.numerics.gptq import Codebook, corrected, descend, output_error, refit, round_columns
 from scalewright.numerics.grids import E2M1, Grid
 from scalewright.numerics.hessian import add_outer_, damped, factor, symmetrize_
+from scalewright.numerics.scales import E4M3_SCALES, E8M0_SCALES
 
 INT4 = Grid("int4", -8, 7)
 
@@ -155,3 +156,168 @@ def test_damping_grows_until_it_is_enough_and_is_told():
     broken[0, 0] = 1.0
     with pytest.raises(ArithmeticError, match="not positive definite, even with 1"):
         factor(broken + 100 * torch.ones(4, 4).fill_diagonal_(0), damping=0.01, is_ordered=False)
+
+
+# ---- scales fitted to the codes --------------------------------------------------------------------------------------
+
+
+def rounded_problem(*, affine: bool = False, grid: Grid = INT4, signs: bool = False):
+    """A weight that is rounded, H, and the codebook."""
+    weight_CR, book = problem(affine=affine, grid=grid)
+    if signs:
+        book.scale_GR[:, ::2] *= -1
+    hessian_CC = hessian_of(inputs(400, 96))
+    found = factor(hessian_CC, damping=0.01, is_ordered=True)
+    return weight_CR, round_columns(weight_CR, found, book, block_size=32), damped(hessian_CC, found), book
+
+
+def bf16(scale: Tensor) -> Tensor:
+    return scale.bfloat16().float()
+
+
+def e4m3(scale: Tensor) -> Tensor:
+    return E4M3_SCALES.nearest(scale * 300) / 300
+
+
+STORABLE = {"any": torch.clone, "bf16": bf16, "e4m3": e4m3, "e8m0": E8M0_SCALES.nearest}
+
+
+def of_columns(book: Codebook) -> Tensor:
+    return book.scale_GR[book.group_C]
+
+
+CASES = [(kind, storable) for kind in ("symmetric", "affine", "e2m1") for storable in STORABLE]
+CASES += [("signed", "any"), ("signed", "bf16")]  # the others have no sign
+
+
+@pytest.mark.parametrize(("kind", "storable"), CASES)
+def test_fitted_scales_keep_codes_and_signs_can_be_stored_and_are_never_worse(kind, storable):
+    weight_CR, rounded_CR, hessian_CC, book = rounded_problem(
+        affine=kind == "affine", grid=E2M1 if kind == "e2m1" else INT4, signs=kind == "signed"
+    )
+    nearest_storable = STORABLE[storable]
+    codes_CR = rounded_CR / of_columns(book)
+    book.scale_GR = nearest_storable(book.scale_GR)
+    rounded_CR = codes_CR * of_columns(book)
+    before = (weight_CR.clone(), rounded_CR.clone(), hessian_CC.clone(), book.scale_GR.clone())
+    fitted_CR, fitted = refit(weight_CR, rounded_CR, hessian_CC, book, storable=nearest_storable)
+    assert all(
+        torch.equal(*each) for each in zip(before, (weight_CR, rounded_CR, hessian_CC, book.scale_GR), strict=True)
+    )
+    torch.testing.assert_close(fitted_CR / of_columns(fitted), codes_CR, rtol=1e-4, atol=1e-4)
+    assert bool((fitted.scale_GR.sign() == book.scale_GR.sign()).all())
+    torch.testing.assert_close(nearest_storable(fitted.scale_GR), fitted.scale_GR, rtol=1e-6, atol=0)
+    loss, fitted_loss = (output_error(weight_CR, each, hessian_CC) for each in (rounded_CR, fitted_CR))
+    assert bool((fitted_loss <= loss * (1 + 1e-5)).all())
+    assert float(fitted_loss.sum()) < (0.999 if storable != "e8m0" else 1.0) * float(loss.sum())
+    assert fitted.grid is book.grid and fitted.zero_point_GR is book.zero_point_GR and fitted.group_C is book.group_C
+
+
+def test_the_scale_of_a_row_is_the_best_for_its_codes():
+    weight_CR, _ = problem()
+    book = Codebook(INT4, weight_CR.abs().amax(dim=0, keepdim=True) / 7, None, [0] * 96)
+    hessian_CC = hessian_of(inputs(400, 96))
+    codes_CR = (nearest(weight_CR, book) / book.scale_GR).double()
+    _, fitted = refit(weight_CR, nearest(weight_CR, book), hessian_CC, book, storable=torch.clone)
+    wide_CC = hessian_CC.double()
+    best_R = (codes_CR * (wide_CC @ weight_CR.double())).sum(dim=0) / (codes_CR * (wide_CC @ codes_CR)).sum(dim=0)
+    torch.testing.assert_close(fitted.scale_GR[0].double(), best_R, rtol=1e-4, atol=0)
+
+
+def test_each_group_is_fitted_given_those_before_it_wherever_their_columns_stand():
+    weight_CR, rounded_CR, hessian_CC, book = rounded_problem()
+    shuffled = torch.randperm(96, generator=torch.Generator().manual_seed(4))
+    mixed = Codebook(book.grid, book.scale_GR, None, [book.group_C[i] for i in shuffled.tolist()])
+    fitted_CR, fitted = refit(weight_CR, rounded_CR, hessian_CC, book, storable=torch.clone)
+    mixed_CR, found = refit(
+        weight_CR[shuffled], rounded_CR[shuffled], hessian_CC[shuffled][:, shuffled], mixed, storable=torch.clone
+    )
+    torch.testing.assert_close(found.scale_GR, fitted.scale_GR, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mixed_CR, fitted_CR[shuffled], rtol=1e-4, atol=1e-5)
+    # By hand, in float64: after each group is fitted, the loss does not change with its scale.
+    wide_CC, left_CR = hessian_CC.double(), (weight_CR - rounded_CR).double()
+    codes_CR = (rounded_CR / of_columns(book)).double()
+    for group, scale_R in enumerate(book.scale_GR.double()):
+        code_CR = codes_CR * (torch.tensor(book.group_C) == group).unsqueeze(1)
+        change_R = (code_CR * (wide_CC @ left_CR)).sum(dim=0) / (code_CR * (wide_CC @ code_CR)).sum(dim=0)
+        torch.testing.assert_close(fitted.scale_GR[group].double(), scale_R + change_R, rtol=1e-4, atol=1e-6)
+        left_CR = left_CR - code_CR * change_R
+
+
+def test_a_scale_stays_where_another_would_be_worse_or_means_nothing():
+    weight_CR, rounded_CR, hessian_CC, book = rounded_problem()
+    for storable in (lambda scale: 3 * scale, lambda scale: -scale, lambda scale: scale * torch.nan, torch.zeros_like):
+        kept_CR, kept = refit(weight_CR, rounded_CR, hessian_CC, book, storable=storable)
+        assert torch.equal(kept_CR, rounded_CR) and torch.equal(kept.scale_GR, book.scale_GR)
+    rounded_CR[:32] = 0  # a group without codes says nothing of its scale
+    fitted_CR, fitted = refit(weight_CR, rounded_CR, hessian_CC, book, storable=torch.clone)
+    assert bool(fitted_CR.isfinite().all()) and torch.equal(fitted.scale_GR[0], book.scale_GR[0])
+    assert not torch.equal(fitted.scale_GR[1], book.scale_GR[1])
+
+
+@pytest.mark.parametrize("codes", [E4M3_SCALES, E8M0_SCALES])
+def test_the_nearest_scale_of_a_short_format_is_the_nearest(codes):
+    numbers = codes.numbers[codes.first :].double()
+    given = torch.cat([torch.tensor([0.0, 1e-30, 1e30]), numbers[:200].float(), torch.logspace(-4, 2.6, 300)])
+    found = codes.nearest(given).double()
+    assert bool(torch.isin(found, numbers).all())
+    least = (given.double().unsqueeze(1) - numbers).abs().amin(dim=1)
+    torch.testing.assert_close((given.double() - found).abs(), least, rtol=0, atol=0)
+
+
+# ---- what inputs have lost -------------------------------------------------------------------------------------------
+
+
+def streams(tokens: int = 400, columns: int = 48):
+    """What a layer should be given, and what it is given."""
+    generator = torch.Generator().manual_seed(7)
+    x_TC = inputs(tokens, columns)
+    return x_TC, x_TC + 0.2 * torch.randn(tokens, columns, generator=generator) * x_TC.std()
+
+
+def cross_of(x_TC: Tensor, given_TC: Tensor) -> Tensor:
+    half = len(x_TC) // 2
+    cross_CC = torch.zeros(x_TC.shape[1], x_TC.shape[1])
+    for part in (slice(0, half), slice(half, None)):
+        add_outer_(cross_CC, given_TC[part], (x_TC - given_TC)[part])
+    return cross_CC
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_corrected_weight_is_the_least_squares_solution(is_ordered):
+    x_TC, given_TC = streams()
+    weight_CR = problem(rows=10, columns=48, group_size=16)[0]
+    found = factor(hessian_of(given_TC), damping=1e-7, is_ordered=is_ordered)
+    corrected_CR = corrected(weight_CR, cross_of(x_TC, given_TC), found, share=1.0)
+    expected = torch.linalg.lstsq(given_TC.double(), x_TC.double() @ weight_CR.double()).solution
+    torch.testing.assert_close(corrected_CR.double(), expected, rtol=2e-3, atol=2e-3)
+    lost = [float((given_TC @ each - x_TC @ weight_CR).square().sum()) for each in (weight_CR, corrected_CR)]
+    assert lost[1] < 0.9 * lost[0]
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_damping_draws_a_corrected_weight_to_where_it_was(is_ordered, share):
+    x_TC, given_TC = streams()
+    given_TC[:, 5] = 0  # dead
+    weight_CR = problem(rows=10, columns=48, group_size=16)[0]
+    hessian_CC = hessian_of(given_TC)
+    found = factor(hessian_CC, damping=0.1, is_ordered=is_ordered)
+    cross_CC = cross_of(x_TC, given_TC)
+    before = weight_CR.clone()
+    corrected_CR = corrected(weight_CR, cross_CC, found, share=share)
+    assert torch.equal(weight_CR, before)
+    # (H + damping) change = share * D W
+    change_CR = torch.linalg.solve(
+        (hessian_CC + torch.diag(found.added_C)).double(), share * cross_CC.double() @ weight_CR.double()
+    )
+    torch.testing.assert_close((corrected_CR - weight_CR).double(), change_CR, rtol=1e-3, atol=1e-4)
+    assert torch.equal(corrected_CR[5], weight_CR[5])
+
+
+def test_nothing_is_corrected_where_nothing_was_lost_or_no_share_is_asked_for():
+    x_TC, given_TC = streams()
+    weight_CR = problem(rows=10, columns=48, group_size=16)[0]
+    found = factor(hessian_of(given_TC), damping=0.01, is_ordered=True)
+    assert torch.equal(corrected(weight_CR, cross_of(x_TC, given_TC), found, share=0.0), weight_CR)
+    assert torch.equal(corrected(weight_CR, cross_of(given_TC, given_TC), found, share=1.0), weight_CR)

@@ -107,8 +107,21 @@ class LockStep:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _pause_before(self, name: str, module: nn.Module) -> None:
-        hook = module.register_forward_pre_hook(self._pausing(name), with_kwargs=True, prepend=True)
-        self._hooks.callback(hook.remove)
+        """Let passes wait before anything of a call is done.
+
+        A hook would be too late: torch looks up `forward` before it runs hooks, and quantising a layer replaces it.
+        """
+        pause = self._pausing(name)
+        call: Any = module._call_impl
+
+        def wait_and_call(*args: Any, **keywords: Any) -> Any:
+            pause(module, args, keywords)
+            return call(*args, **keywords)
+
+        attributes = vars(module)
+        before = attributes.get("_call_impl")
+        self._hooks.callback(attributes.pop if before is None else attributes.__setitem__, "_call_impl", before)
+        attributes["_call_impl"] = wait_and_call
 
     def _start(self, batch: int) -> None:
         def run(_: _Order) -> None:
@@ -163,12 +176,12 @@ class LockStep:
 
 
 def _rehearse(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    args, keywords = _copied((args, keywords))
+    args, keywords = copied((args, keywords))
     with suppress(Enough):
         module(*args, **keywords)
 
 
-def _copied(arguments: Any) -> Any:
+def copied(arguments: Any) -> Any:
     """The same arguments with copies of their tensors; one tensor that is there twice has one copy."""
     copies: dict[int, Tensor] = {}
 

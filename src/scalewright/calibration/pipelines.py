@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
-from scalewright.calibration.lockstep import Enough, LockStep
+from scalewright.calibration.lockstep import Enough, LockStep, copied
 from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
@@ -69,7 +69,8 @@ class Calibration:
         self._gallery = Gallery()
         self._is_unquantised = False
         self._tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
-        self._num_shown = self._num_quantised = 0
+        self._num_shown = 0.0
+        self._num_quantised = 0
         owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
         for layer in self.layers:
             weight = getattr(layer.module, "weight", None)
@@ -112,23 +113,24 @@ class Calibration:
         modules = {unit.name: unit.module for unit in whole}
         lockstep = LockStep(
             modules,
-            lambda number: self._forward(number % count),
+            lambda number: self._forward(number % count, is_copied=streams > 1),
             streams * count,
-            entering=lambda number: self._masks.enter(number % count),
+            entering=self._masks.enter,
         )
 
         def calibrated(unit: Unit, batches: Sequence[int]) -> None:
             units[unit.name] = unit
             done[unit.name] = self._calibrated(unit, lockstep, batches, passes=len(whole), is_last=not left)
             # Batches that went another way are done, too.
-            self._num_shown = round(sum(each.share for each in units.values()) * sum(self._tokens))
+            self._num_shown = sum(each.share for each in units.values()) * sum(self._tokens)
 
         with lockstep.running():
             for name, batches in lockstep.steps():
                 unit, waiting = left.pop(name, None), batches
                 steps = [] if unit is None else steps_of(self.model, unit, partial(lockstep.rehearse, batches[0]))
                 if unit is None:
-                    _note_again(name, done.get(name, []))
+                    if name in units:
+                        _note_again(name, units[name].layers, done[name], is_made_up_for=streams > 1)
                 elif steps:
                     lockstep.pause_within(name, {step.name: step.module for step in steps})
                     left = {step.name: step for step in steps} | left
@@ -141,7 +143,7 @@ class Calibration:
                     lockstep.go_on(batch)
         for unit in list(left.values()):  # no batch came by
             calibrated(unit, ())
-        _note_shared(units, done)
+        _note_shared(units, done, is_made_up_for=streams > 1)
         return [layer for layers in done.values() for layer in layers]
 
     def _calibrated(
@@ -153,13 +155,14 @@ class Calibration:
         """
         count = len(self.batches)
         unquantised = [batch for batch in batches if batch >= count]
+        wants_both = any(layer.wants_unquantised for layer in unit.layers)
         with self._watched(unit.layers, unit.step_of or unit.module):
             if any(layer.wants_data for layer in unit.layers):
                 look = self._show_input if unit.is_seen_by_its_input else self._rehearse
                 with nullcontext() if unit.is_seen_by_its_input else self._tapped(unit.layers):
                     for batch in (each for each in batches if each < count):
                         with self._showing(batch, unit.name, passes=passes, share=unit.share):
-                            if batch + count in unquantised:
+                            if batch + count in unquantised and wants_both:
                                 self._is_unquantised = True
                                 look(unit, lockstep, batch + count)
                                 self._is_unquantised = False
@@ -173,7 +176,7 @@ class Calibration:
         lockstep.rehearse(batch)
 
     def _show_input(self, unit: Unit, lockstep: LockStep, batch: int) -> None:
-        self._masks.enter(batch % len(self.batches))
+        self._masks.enter(batch)
         args, keywords = lockstep.arguments(batch)
         value = first_tensor((*args, *keywords.values()))
         if value is None:
@@ -196,14 +199,16 @@ class Calibration:
 
     @contextmanager
     def _tapped(self, layers: Iterable[WatchedLayer]) -> Iterator[None]:
-        def only(see: See, *, unquantised: bool) -> See:
-            return lambda shown: see(shown) if self._is_unquantised == unquantised else None
+        def quantised(see: See) -> See:
+            return lambda shown: None if self._is_unquantised else see(shown)
 
-        taps = [
-            Tap(layer.module, where, only(see, unquantised=False)) for layer in layers for where, see in layer.sees()
-        ]
+        def unquantised(see: See, module: nn.Module) -> See:
+            # The tokens that choose an expert there are others than those that choose it here.
+            return lambda shown: see(shown) if self._is_unquantised and not self._masks.are_chosen(module) else None
+
+        taps = [Tap(layer.module, where, quantised(see)) for layer in layers for where, see in layer.sees()]
         taps += [
-            Tap(layer.module, where, only(see, unquantised=True))
+            Tap(layer.module, where, unquantised(see, layer.module))
             for layer in layers
             for where, see in layer.sees_unquantised()
         ]
@@ -214,13 +219,15 @@ class Calibration:
     def _showing(self, batch: int, what: str, *, passes: int = 1, share: float = 1.0) -> Iterator[None]:
         """Tells of a batch when it begins and when it is done."""
         total = passes * sum(self._tokens)
-        self.on_step("calibrating", what, self._num_shown, total)
+        self.on_step("calibrating", what, round(self._num_shown), total)
         yield
-        self._num_shown += round(share * self._tokens[batch])
-        self.on_step("calibrating", what, self._num_shown, total)
+        self._num_shown += share * self._tokens[batch]
+        self.on_step("calibrating", what, round(self._num_shown), total)
 
-    def _forward(self, batch: int) -> None:
-        inputs = dict(self.batches[batch])
+    def _forward(self, batch: int, *, is_copied: bool = False) -> None:
+        inputs: dict[str, Any] = dict(self.batches[batch])
+        if is_copied:  # a batch that is run twice must not be changed in place the first time
+            inputs = copied(inputs)
         if not self._takes_masks:  # what is masked is known to observers all the same
             inputs.pop("attention_mask", None)
         self.model(**inputs)
@@ -315,15 +322,22 @@ def _ending_at(module: nn.Module | None) -> Iterator[None]:
         hook.remove()
 
 
-def _note_again(name: str, layers: Sequence[QuantizedLayer]) -> None:
-    """Say once that what has static scales was used again after it was quantised."""
-    static = [layer for layer in layers if layer.observers.keys() - {"weight"}]
-    note = f"{name}: is used again after it was quantised, and its static scales come from its first use alone."
-    if static and note not in static[0].notes:
-        static[0].notes.append(note)
+def _note_again(
+    name: str, layers: Sequence[WatchedLayer], done: Sequence[QuantizedLayer], *, is_made_up_for: bool
+) -> None:
+    """Say once what is amiss with something that was used again after it was quantised."""
+    amiss = {
+        "its static scales come from its first use alone": any(each.observers.keys() - {"weight"} for each in done),
+        "it was rounded for its first use alone": any(layer.goes_in_steps for layer in layers),
+        "later layers do not make up for what that loses": is_made_up_for,
+    }
+    for what in (each for each, is_so in amiss.items() if is_so):
+        note = f"{name}: is used again after it was quantised, and {what}."
+        if note not in done[0].notes:
+            done[0].notes.append(note)
 
 
-def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLayer]]) -> None:
+def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLayer]], *, is_made_up_for: bool) -> None:
     """Say which layers are in more than one unit."""
     owners: dict[int, set[str]] = {}
     for name, unit in units.items():
@@ -332,7 +346,7 @@ def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLay
     for name, unit in units.items():
         for layer, result in zip(unit.layers, done[name], strict=True):
             if any(not is_within(name, other) for other in owners[id(layer.module)]):
-                _note_again(layer.name, [result])
+                _note_again(layer.name, [layer], [result], is_made_up_for=is_made_up_for)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ the projection of what they attend to, and so on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from scalewright.modifiers.layers import WatchedLayer
 from scalewright.numerics.layout import strategy_of
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 
-Call = tuple[WatchedLayer, Tensor]
-"""A layer, and what it was given."""
+Call = tuple[WatchedLayer, Tensor | None, int]
+"""A layer, what it was given, and how often that had been changed in place by then; None if it was not called."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def units_of(model: nn.Module, layers: Sequence[WatchedLayer], blocks: Sequence[
 def steps_of(model: nn.Module, unit: Unit, rehearse: Callable[[], object]) -> list[Unit]:
     """The steps that a unit goes in, in the order that a batch meets them; none if it goes as a whole.
 
-    `rehearse` runs the unit once.
+    `rehearse` runs the unit once. A unit with a layer that is called again goes as a whole: what it is given then comes
+    from itself, and would not be seen before it is quantised.
     """
     goes_in_steps = any(layer.goes_in_steps for layer in unit.layers)
     if not goes_in_steps or unit.step_of is not None or unit.is_seen_by_its_input:
@@ -72,6 +74,11 @@ def steps_of(model: nn.Module, unit: Unit, rehearse: Callable[[], object]) -> li
     names = {layer.name for layer in unit.layers}
     bonds = [bond for bond in _bonds(model, names) if is_within(bond, unit.name)]
     torn = [bond for bond in bonds if isinstance(model.get_submodule(bond), UnfusedExperts)]
+    counts = Counter(layer.name for layer, *_ in calls if not any(is_within(layer.name, bond) for bond in torn))
+    for layer in unit.layers:
+        layer.is_called_again = counts[layer.name] > 1
+    if any(layer.is_called_again for layer in unit.layers):
+        return []
     steps = _by_input(model, unit, calls, torn)
     # Layers that share a scale and not their input cannot be taken one after the other.
     torn += [bond for bond in bonds if bond not in torn and _is_torn(bond, steps)]
@@ -83,9 +90,8 @@ def _by_input(model: nn.Module, unit: Unit, calls: Sequence[Call], whole: Sequen
     """Layers that are called one after the other with the same input make a step; those `whole` modules do, too."""
     steps: list[Unit] = []
     left = {layer.name: layer for layer in unit.layers}
-    last: Tensor | None = None
-    uncalled = [(layer, None) for layer in unit.layers]
-    for layer, value in [*calls, *uncalled]:
+    last: tuple[Tensor, int] | None = None
+    for layer, value, version in _with_uncalled(calls, unit.layers):
         if layer.name not in left:
             continue
         bond = next((each for each in whole if is_within(layer.name, each)), None)
@@ -93,12 +99,25 @@ def _by_input(model: nn.Module, unit: Unit, calls: Sequence[Call], whole: Sequen
         layers = [left.pop(name) for name in members]
         if bond is not None:
             steps.append(Unit(bond, model.get_submodule(bond), layers))
-        elif value is not None and value is last:
+        elif value is not None and last is not None and value is last[0] and version == last[1]:
             steps[-1].layers.extend(layers)
         else:
             steps.append(Unit(layer.name, layer.module, layers, step_of=unit.module))
-        last = value if bond is None else None
+        last = (value, version) if bond is None and value is not None else None
     return steps
+
+
+def _with_uncalled(calls: Sequence[Call], layers: Sequence[WatchedLayer]) -> list[Call]:
+    """The calls, and layers that were not called in front of the next ones: other batches may come to them there."""
+    every = list(calls)
+    called = {layer.name for layer, *_ in calls}
+    following: str | None = None
+    for layer in reversed(layers):
+        if layer.name not in called:
+            place = next((i for i, (each, *_) in enumerate(every) if each.name == following), len(every))
+            every.insert(place, (layer, None, 0))
+        following = layer.name
+    return every
 
 
 def _is_torn(bond: str, steps: Sequence[Unit]) -> bool:
@@ -124,7 +143,7 @@ def _noting_inputs(layers: Iterable[WatchedLayer]) -> Iterator[list[Call]]:
     def note(layer: WatchedLayer, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         value = first_tensor((*args, *keywords.values()))
         if value is not None:
-            calls.append((layer, value))
+            calls.append((layer, value, 0 if value.is_inference() else value._version))
 
     with ExitStack() as stack:
         for layer in layers:

@@ -44,7 +44,7 @@ class Masks:
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
         self._batches = batches
         self._masks: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        self._batch = 0
+        self._number = 0
         self._expert_of = {
             id(layer): each for each in model.modules() if isinstance(each, Expert) for layer in each.children()
         }
@@ -54,9 +54,9 @@ class Masks:
         self._not_text = {id(each) for other in others if other is not None for each in other.modules()}
         self._encoded: dict[int, ref[Tensor]] = {}
 
-    def enter(self, batch: int) -> None:
-        """From now on tensors are those of this batch."""
-        self._batch = batch
+    def enter(self, number: int) -> None:
+        """From now on tensors are those of this pass. Where batches are run twice, numbers go on after the last."""
+        self._number = number
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Masks:
         def remember(module: nn.Module, args: Any, output: Any) -> None:
             found = first_tensor(output)
             if found is not None and self._current() != (None, None):
-                self._encoded[self._batch] = ref(found)
+                self._encoded[self._number] = ref(found)
 
         hook = self._encoder.register_forward_hook(remember)
         try:
@@ -88,15 +88,21 @@ class Masks:
             return None if mask is None else mask[expert.tokens.to(mask.device)]
         return self._of_tokens(value, module, tokens)
 
+    def are_chosen(self, module: nn.Module) -> bool:
+        """Whether a module is just now given those tokens alone that have chosen its expert."""
+        expert = self._expert_of.get(id(module))
+        return expert is not None and expert.tokens is not None
+
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _current(self) -> tuple[Tensor | None, Tensor | None]:
         """The masks of the encoder's and the decoder's tokens; a model that is only one of them has the decoder's."""
-        if self._batch not in self._masks:
-            batch = self._batches[self._batch]
+        place = self._number % len(self._batches)
+        if place not in self._masks:
+            batch = self._batches[place]
             given, of_decoder = (_mask(batch.get(name)) for name in ("attention_mask", "decoder_attention_mask"))
-            self._masks[self._batch] = (None, given) if self._encoder is None else (given, of_decoder)
-        return self._masks[self._batch]
+            self._masks[place] = (None, given) if self._encoder is None else (given, of_decoder)
+        return self._masks[place]
 
     def _num_tokens(self, module: nn.Module) -> int:
         of_encoder, of_decoder = self._current()
@@ -112,13 +118,14 @@ class Masks:
 
     def _is_encoded(self, value: Tensor) -> bool:
         """Whether a tensor in the decoder is what the encoder made: its tokens are the encoder's."""
-        encoded = self._encoded.get(self._batch, lambda: None)()
+        encoded = self._encoded.get(self._number, lambda: None)()
         if encoded is None or encoded.shape != value.shape or encoded.dtype != value.dtype:
             return False
         return encoded is value or torch.equal(encoded, value)
 
     def _is_no_decoder_shape(self, tokens: tuple[int, ...]) -> bool:
-        given = (self._batches[self._batch].get(name) for name in _DECODER_INPUTS)
+        batch = self._batches[self._number % len(self._batches)]
+        given = (batch.get(name) for name in _DECODER_INPUTS)
         return any(isinstance(each, Tensor) and tuple(each.shape) != tokens for each in given)
 
 

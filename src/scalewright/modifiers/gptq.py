@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from compressed_tensors.quantization import ActivationOrdering
 from typing_extensions import override
 
 from scalewright.errors import RecipeError, did_you_mean
@@ -48,7 +50,14 @@ class GPTQModifier(QuantizationModifier):
                 f"actorder: there is no {order!r}.{did_you_mean(str(order), _ORDERS)} Choices: {', '.join(_ORDERS)}.",
                 key=("actorder",),
             )
-        if all(group.scheme.weights is None for group in self.groups):
+        stated = [weights.actorder for group in self.groups if (weights := group.scheme.weights) is not None]
+        inside = next((each for each in stated if each is not None), None)
+        if order == "none" and inside is not None:
+            raise RecipeError(
+                f"actorder: weights say '{ActivationOrdering(inside).value}', and the modifier none. Keep one of them.",
+                key=("actorder",),
+            )
+        if not stated:
             raise RecipeError(
                 f"{type(self).__name__}: there are no weights to round. Give weights, or use QuantizationModifier."
             )
@@ -68,7 +77,8 @@ class GPTQModifier(QuantizationModifier):
     def _number(self, name: str, default: Any, *, low: float, high: float | None = None, whole: bool) -> Any:
         value = self.given.get(name, default)
         kinds = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= (high or float("inf")):
+        is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < low or (high is not None and value > high):
             what = "whole number" if whole else "number"
             until = "on" if high is None else f"to {high:g}"
             raise RecipeError(f"{name}: expected a {what} from {low:g} {until}, got {value!r}.", key=(name,))

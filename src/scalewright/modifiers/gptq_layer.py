@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 from typing_extensions import override
 
-from scalewright.errors import CalibrationError
+from scalewright.errors import CalibrationError, NonFiniteError
 from scalewright.modifiers.gptq import Rounding
 from scalewright.modifiers.layers import See, WatchedLayer
 from scalewright.modifiers.shown import Shown
@@ -18,7 +19,7 @@ from scalewright.numerics.gptq import Codebook, corrected, descend, refit, round
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, symmetrize_
 from scalewright.numerics.layout import strategy_of
-from scalewright.numerics.scales import effective_scale
+from scalewright.numerics.scales import effective_scale, scale_codes_of
 from scalewright.observers.base import QParamsDict
 
 _FEW_TOKENS = 32  # from which nothing can be learnt
@@ -28,7 +29,9 @@ _BY_ROW = ("channel", "group", "tensor_group")  # each row has scales of its own
 class Hessian:
     """The sum of x xT over the tokens that some layers are shown, all of them the same ones.
 
-    Where it is known what they should have been shown, x', the sum of x (x' - x)T, too.
+    Where it is known what they should have been shown, x', the sum of x (x' - x)T, too. It is lost, `cross_CC` is None,
+    if this is not known of an input, or is of another number of tokens: then tokens go their own ways in both streams,
+    as those of experts do, and nobody knows which belong together.
     """
 
     def __init__(self, columns: int, device: torch.device, *, with_cross: bool) -> None:
@@ -43,7 +46,9 @@ class Hessian:
         """Add the tokens that count."""
         x_TC = _tokens(shown)
         add_outer_(self._sum_CC, x_TC)
-        if self.cross_CC is not None and unquantised is not None:
+        if unquantised is None or unquantised.shape != x_TC.shape:
+            self.cross_CC = None
+        elif self.cross_CC is not None:
             add_outer_(self.cross_CC, x_TC, unquantised - x_TC)
         self._is_symmetric = False
         self.num_tokens += len(x_TC)
@@ -78,7 +83,7 @@ class GPTQLayer(WatchedLayer):
     def _forget(self) -> None:
         self._hessian: Hessian | None = None
         self._num_shown = 0
-        self._unquantised: Tensor | None = None
+        self._unquantised: deque[Tensor] = deque()
         self._target: Tensor | None = None
         self._failure: str | None = None
 
@@ -109,16 +114,19 @@ class GPTQLayer(WatchedLayer):
         yield "input", self._add
 
     def _keep_unquantised(self, shown: Shown) -> None:
-        self._unquantised = shown.once("tokens", lambda: _tokens(shown))
+        self._unquantised.append(_tokens(shown).clone())  # what follows may change it in place
 
     def _add(self, shown: Shown) -> None:
         if self._hessian is None:
             columns, device = shown.value.shape[-1], shown.value.device
-            self._hessian = shown.once("hessian", lambda: Hessian(columns, device, with_cross=self.wants_unquantised))
-        hessian, unquantised = self._hessian, self._unquantised
-        shown.once(("added", id(hessian)), lambda: hessian.add(shown, unquantised))
+            owner = self.name if self.is_called_again else None  # what it is given later is not for others to see
+            self._hessian = shown.once(
+                ("hessian", self.wants_unquantised, owner),
+                lambda: Hessian(columns, device, with_cross=self.wants_unquantised),
+            )
+        hessian, unquantised = self._hessian, self._unquantised.popleft() if self._unquantised else None
+        shown.once(("added", hessian), lambda: hessian.add(shown, unquantised))
         self._num_shown += 1
-        self._unquantised = None
 
     # ---- quantising --------------------------------------------------------------------------------------------------
 
@@ -127,12 +135,18 @@ class GPTQLayer(WatchedLayer):
     def target(self) -> Tensor:
         if self._target is None:
             self._target = self.weight.detach()
-            found = self._factor() if self.wants_unquantised else None
-            if found is not None and self._hessian is not None and self._hessian.cross_CC is not None:
+            found, cross_CC = self._factor(), self._cross
+            if found is not None and cross_CC is not None:
                 weight_CR = self._target.float().T.contiguous()
                 share = self._rounding.correction
-                self._target = corrected(weight_CR, self._hessian.cross_CC, found, share=share).T.contiguous()
+                self._target = corrected(weight_CR, cross_CC, found, share=share).T.contiguous()
         return self._target
+
+    @property
+    def _cross(self) -> Tensor | None:
+        """What its inputs have lost, if it is to make up for that, and it is known of all of them."""
+        is_known = self._hessian is not None and self.wants_unquantised and not self._unquantised
+        return self._hessian.cross_CC if is_known and self._hessian is not None else None
 
     @property
     @override
@@ -145,8 +159,13 @@ class GPTQLayer(WatchedLayer):
         if hessian is not None and hessian.num_shown != self._num_shown:
             raise CalibrationError(
                 f"{self.name}: was shown {self._num_shown} inputs, of which some but not all were those of another "
-                f"layer ({hessian.num_shown} in all). Their Hessian cannot be shared. Use the basic pipeline for them, "
-                "or another modifier."
+                f"layer ({hessian.num_shown} in all). Their Hessian cannot be shared. Use QuantizationModifier for one "
+                "of them, or ignore it."
+            )
+        if hessian is not None and not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
+            raise NonFiniteError(
+                f"{self.name}: its input has NaN or Inf in it, or numbers too large to be squared in fp32. Mend the "
+                "data."
             )
         if hessian is not None and importance is not None and hessian.num_tokens:
             importance.add_squares(hessian.matrix.diagonal().clone(), hessian.num_tokens)
@@ -163,6 +182,11 @@ class GPTQLayer(WatchedLayer):
                 f"{self.name}: its Hessian was not positive definite with dampening_frac {self._rounding.damping:g}, "
                 f"and got {found.damping:g}."
             )
+        if self.wants_unquantised and self._cross is None:
+            notes.append(
+                f"{self.name}: what it would be given by the model as it was is not known, so it does not make up for "
+                "what earlier layers lost."
+            )
         weight_CR = self.target.float().T.contiguous()
         hessian_CC = damped(hessian.matrix, found)
         size = self._rounding.block_size
@@ -170,11 +194,10 @@ class GPTQLayer(WatchedLayer):
         rounded_CR = round_columns(weight_CR, found, book, block_size=size)
         for _ in range(self._rounding.refinements):
             if strategy_of(args) in _BY_ROW:
-                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(qparams))
+                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
             rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
         if strategy_of(args) in _BY_ROW:
-            scale = book.scale_GR.T if qparams["global_scale"] is None else book.scale_GR.T * qparams["global_scale"]
-            qparams["scale"] = scale.contiguous().to(qparams["scale"].dtype).reshape(qparams["scale"].shape)
+            qparams["scale"] = _stored(book.scale_GR.T.contiguous(), args, qparams).reshape(qparams["scale"].shape)
         return rounded_CR.T.contiguous()
 
     def _factor(self) -> Factor | None:
@@ -214,16 +237,16 @@ def codebook(args: QuantizationArgs, qparams: QParamsDict, shape: tuple[int, ...
     return Codebook(grid_of(args), parts[0].float(), parts[1], [column // width for column in range(columns)])
 
 
-def _storable(qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
+def _stored(scale: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> Tensor:
+    """What is stored for the nearest scale that can be: in the format that scales have, under the global scale."""
+    codes, global_scale = scale_codes_of(args), qparams["global_scale"]
+    whole = scale if global_scale is None else scale * global_scale
+    return (whole if codes is None else codes.nearest(whole)).to(qparams["scale"].dtype)
+
+
+def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
     """The nearest scale that can be stored beside those of `qparams`."""
-    dtype, global_scale = qparams["scale"].dtype, qparams["global_scale"]
-
-    def nearest(scale: Tensor) -> Tensor:
-        whole = scale if global_scale is None else scale * global_scale
-        stored = whole.to(dtype)
-        return stored.float() if global_scale is None else stored.float() / global_scale
-
-    return nearest
+    return lambda scale: effective_scale(_stored(scale, args, qparams), qparams["global_scale"])
 
 
 def _tokens(shown: Shown) -> Tensor:

@@ -80,8 +80,11 @@ class WatchedLayer:
         self.observers: dict[str, Observer] = {}
         self.has_weight_alone = False
         """Whether no other parameter is the same memory, so that it may be written to."""
+        self.is_called_again = False
+        """Whether it is known that a pass comes to it more than once."""
         self._sample: list[Tensor] = []
         self._has_data = False
+        self._has_hooks = bool(module._forward_pre_hooks)  # of others, which may change what it is given
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
@@ -126,12 +129,14 @@ class WatchedLayer:
     def is_seen_by_its_input(self) -> bool:
         """Whether its input is all there is to see of it."""
         output = self.scheme.output_activations
-        return output is None or not wants_values(output)
+        return not self._has_hooks and (output is None or not wants_values(output))
 
     @property
     def wants_data(self) -> bool:
         """Whether anything but the weight has to be seen."""
-        return self.importance is not None or any(base_name != "weight" for base_name in self.observers)
+        importance = self.importance
+        is_weighed = importance is not None and not importance.is_given
+        return is_weighed or any(base_name != "weight" for base_name in self.observers)
 
     def sees(self) -> Iterator[tuple[str, See]]:
         """What of the module must be shown to whom while data flows."""
@@ -154,7 +159,7 @@ class WatchedLayer:
 
     def _sees_for_weights(self) -> Iterator[tuple[str, See]]:
         importance = self.importance
-        if importance is not None:
+        if importance is not None and not importance.is_given:
             yield "input", lambda shown: importance.add_squares(*shown.once("squares", lambda: _squares(shown)))
 
     def _keep_some(self, shown: Shown) -> None:

@@ -298,7 +298,11 @@ def _parse_args(given: Any, key: Key, base_name: str) -> QuantizationArgs:
         raise RecipeError(f"{where}: expected {{num_bits, type, strategy, ...}}, got {given!r}.", key=key)
     _refuse_unknown(given, tuple(QuantizationArgs.model_fields), key)
     _refuse_other_choices(given, key)
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        name: value.lower() if name in _CHOICES and isinstance(value, str) else value
+        for name, value in given.items()
+        if value is not None
+    }
     for name in ("num_bits", "group_size"):
         if name in given and not _is_whole(given[name]):
             raise RecipeError(f"{where}.{name}: expected a whole number, got {given[name]!r}.", key=(*key, name))

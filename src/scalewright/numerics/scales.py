@@ -54,6 +54,13 @@ class ScaleCodes:
         """The code of each scale, all of which the format has."""
         return torch.searchsorted(self.numbers.to(scale.device), scale)
 
+    def nearest(self, scale: Tensor) -> Tensor:
+        """The positive number of the format that is nearest to each scale."""
+        numbers = self.numbers[self.first :].to(scale.device)
+        above = torch.searchsorted(numbers, scale).clamp(1, len(numbers) - 1)
+        low, high = numbers[above - 1], numbers[above]
+        return torch.where(scale - low <= high - scale, low, high)
+
 
 E4M3_SCALES = ScaleCodes(
     torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7, halved_from=16
