@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs-tables bench vllm clean
+.PHONY: setup test explore demo lint types docs-tables bench bench-accuracy vllm clean
 
 setup: $(VENV)/.installed
 
@@ -42,6 +42,10 @@ docs-tables: setup
 # Parts of it: `make bench BENCH_ARGS="--only optimal --quick"`.
 bench: setup $(PEER)/.installed
 	$(BIN)/python -m bench.run --peer $(PEER)/bin/python $(BENCH_ARGS)
+
+# Go on where it was broken off, or try it: `make bench-accuracy ACCURACY_ARGS="--missing"`, `"--quick --only W4A16"`.
+bench-accuracy: setup $(PEER)/.installed
+	$(BIN)/python -m bench.accuracy --peer $(PEER)/bin/python $(ACCURACY_ARGS)
 
 $(PEER)/.installed: constraints.txt
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)

@@ -1,4 +1,4 @@
-"""Turns `bench/results/*.json` into the tables of `docs/benchmarks.md`: `python -m bench.tables`.
+"""Turns `bench/results/*.json` into the tables and the chart of `docs/benchmarks.md`: `python -m bench.tables`.
 
 It computes ratios and words, and measures nothing.
 """
@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import accuracy_chart
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+CHART = PAGE.parent / "accuracy.svg"
 BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
-TOPICS = ("search", "minmax", "growth", "runs")
-LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions")
+TOPICS = ("search", "minmax", "growth", "runs", "accuracy")
+LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions", "scheme", "side", "contestant")
 MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
 
 Row = Mapping[str, Any]
@@ -55,13 +58,17 @@ def _rounded(value: Any) -> Any:
 
 def markdown(results: Mapping[str, Row]) -> str:
     """All tables, from the results of each topic."""
-    search, minmax, growth, runs = (results[topic]["rows"] for topic in TOPICS)
+    search, minmax, growth, runs, accuracy = (results[topic]["rows"] for topic in TOPICS)
     machines = [results[topic]["machine"] for topic in TOPICS if results[topic]["rows"]]
-    rows = [*search, *minmax, *growth, *runs]
+    rows = [*search, *minmax, *growth, *runs, *accuracy]
     parts = [
         _measured_on(machines[0], rows) if machines else "Nothing was measured yet.",
         *([] if all(each == machines[0] for each in machines) else ["**The topics come from different machines.**"]),
-        *(["`~` marks figures of a quick run: one turn each."] if any(row["quick"] for row in rows) else []),
+        *(
+            ["`~` marks figures of a quick run: one turn each, or few samples."]
+            if any(row["quick"] for row in rows)
+            else []
+        ),
         *_problems(rows),
         *("### At a glance", _glance_table(_sound(search))),
         *("### Searches: seconds", _seconds_table(_sound(search))),
@@ -69,6 +76,7 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### Min-max", _minmax_table(_sound(minmax))),
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
         *("### Whole runs", _runs_table(_sound(runs))),
+        *("### Accuracy", *_accuracy(_sound(accuracy))),
         *("### vLLM", _vllm_table(results.get("vllm", {}))),
     ]
     return "\n\n".join(parts)
@@ -181,6 +189,56 @@ def _runs_table(rows: Sequence[Row]) -> str:
     return _table(head, lines)
 
 
+def _accuracy(rows: Sequence[Row]) -> list[str]:
+    """For each model what was measured, and a table."""
+    if not rows:
+        return [_table([], [])]
+    parts = [f"![KL against bits per weight, ours and the peer's]({CHART.name})"]
+    for model in _in_order(row["weights"] for row in rows):
+        own = [row for row in rows if row["weights"] == model]
+        quantised = [row for row in own if row["side"] in ("ours", "peer")]
+        parts += [_accuracy_terms(model, own), _accuracy_table(quantised)]
+    return parts
+
+
+def _accuracy_terms(model: str, rows: Sequence[Row]) -> str:
+    threads, samples, tokens, groups = (
+        " or ".join(f"{each:,}" for each in sorted({row[name] for row in rows}))
+        for name in ("threads", "num_samples", "num_tokens", "group_size")
+    )
+    threads += " thread" if threads == "1" else " threads"
+    in_bf16 = [row for row in rows if row["side"] == "none"]
+    floor = f" (in bf16 KL {_digits(in_bf16[0]['kl'])})" if in_bf16 else ""
+    return (
+        f"**{model}**, groups of {groups}: {samples} samples, {tokens} tokens judged, {threads}. "
+        f"Unquantised: perplexity {rows[0]['perplexity_before']:.3f}{floor}."
+    )
+
+
+def _accuracy_table(rows: Sequence[Row]) -> str:
+    """Scheme by scheme, the nearest to the model as it was first; the ratio is that of KL to the peer's best."""
+    schemes, best = _in_order(row["scheme"] for row in rows), best_peers(rows)
+    lines = []
+    for row in sorted(rows, key=lambda row: (schemes.index(row["scheme"]), row["kl"])):
+        peer = best.get((row["weights"], row["scheme"]))
+        ratio = "" if peer is None else f"{row['kl'] / peer:.2f}"
+        name, is_ours = f"{row['side']} `{row['contestant']}`{'~' if row['quick'] else ''}", row["side"] == "ours"
+        cells = [row["scheme"], f"**{name}**" if is_ours else name, _digits(row["kl"])]
+        cells += [f"**{ratio}**" if is_ours and ratio else ratio, f"{row['perplexity']:.3f}", f"{row['top1']:.1%}"]
+        lines.append([*cells, _seconds(row["seconds"])])
+    return _table(["scheme", "contestant", "KL", "/ best peer", "perplexity", "top-1", "seconds"], lines)
+
+
+def best_peers(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """The least KL that any recipe of the peer has, for each model and scheme."""
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["side"] == "peer" and "problem" not in row:
+            key = row["weights"], row["scheme"]
+            best[key] = min(row["kl"], best.get(key, row["kl"]))
+    return best
+
+
 def _vllm_table(served: Row) -> str:
     """How the checkpoints fare in vLLM; its rows come from `make vllm`."""
     lines = [
@@ -246,6 +304,11 @@ def _seconds(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f} {unit}"
 
 
+def _digits(value: float) -> str:
+    """Three significant digits, whatever the size."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else f"{value:.3g}"
+
+
 def _duration(seconds: float) -> str:
     return (
         f"{seconds:.0f} s"
@@ -273,7 +336,8 @@ def main() -> int:
     generated = markdown({topic: read_results(topic) for topic in (*TOPICS, "vllm")})
     before, after = page.split(BEGIN, maxsplit=1)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}", encoding="utf-8")
-    print(f"docs/{PAGE.name}: written")
+    CHART.write_text(accuracy_chart.svg(_sound(read_results("accuracy")["rows"])), encoding="utf-8")
+    print(f"docs/{PAGE.name}, docs/{CHART.name}: written")
     return 0
 
 

@@ -50,20 +50,19 @@ def test_the_tables_are_what_the_result_files_say(tables: ModuleType, results: d
     assert tables.generated_part(PAGE) == tables.markdown(results), "run `python -m bench.tables`"
 
 
-@pytest.mark.parametrize("topic", ["search", "minmax", "growth", "runs"])
+@pytest.mark.parametrize("topic", ["search", "minmax", "growth", "runs", "accuracy"])
 def test_every_topic_was_measured_and_another_figure_gives_another_table(
     topic: str, tables: ModuleType, results: dict[str, Any]
 ) -> None:
     changed = copy.deepcopy(results)
     row = next(row for row in changed[topic]["rows"] if "problem" not in row)
-    figures = {"search": row.get("ours"), "minmax": row.get("seconds", {}), "growth": row, "runs": row.get("ours")}[
-        topic
-    ]
+    figures = {"search": row.get("ours"), "minmax": row.get("seconds", {}), "runs": row.get("ours")}.get(topic, row)
     figures["seconds" if topic != "minmax" else "1"] = {
         "search": {"1": 1234.0, "2": 1234.0},
         "minmax": {"sum": 1.0, "ours": 1234.0, "peer": 1.0},
         "growth": 1234.0,
         "runs": 1234.0,
+        "accuracy": 1234.0,
     }[topic]
     assert tables.markdown(changed) != tables.markdown(results)
 
@@ -89,7 +88,7 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
         **{"case": "r", "weights": "M", "loss_before": 2.25, "date": "2020-01-01", "quick": False},
         **{"ours": {**run_side, "seconds": 2.0}, "peer": {**run_side, "seconds": 6.0, "loss": 2.75}},
     }
-    found = {"search": [row], "minmax": [], "growth": [], "runs": [run]}
+    found = {"search": [row], "minmax": [], "growth": [], "runs": [run], "accuracy": []}
     lines = tables.markdown(
         {topic: {"machine": machine if rows else None, "rows": rows} for topic, rows in found.items()}
     )
@@ -97,7 +96,7 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
-    assert lines.count("Not measured.") == 3
+    assert lines.count("Not measured.") == 4
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
     served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
