@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from scalewright import cli
 from scalewright.cli import app
 from scalewright.importance import gather_importance
+from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_names
 from scalewright.observers import Observer
 from scalewright.oneshot import oneshot
@@ -435,6 +436,7 @@ OPTIONS = {
     "--data": (["some.txt"], "dataset", "some.txt"),
     "--out": (["out"], "output_dir", Path("out")),
     "--overwrite": ([], "overwrite", True),
+    "--restart": ([], "restart", True),
     "--column": (["prompt"], "column", "prompt"),
     "--split": (["test"], "split", "test"),
     "--pack": ([], "pack", True),
@@ -505,7 +507,7 @@ def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):
 IMPORTANCE_OPTIONS = {
     name: OPTIONS[name]
     for name in OPTIONS
-    if name not in ("--recipe", "--pipeline", "--sequential-targets", "--data", "--out")
+    if name not in ("--recipe", "--pipeline", "--sequential-targets", "--data", "--out", "--restart")
 } | {"--out": (["out"], "output_file", Path("out")), "--ignore": (["a", "--ignore", "b"], "ignore", ["a", "b"])}
 
 
@@ -631,6 +633,29 @@ def test_a_row_of_the_plan_stands_under_its_heads(model):
 
 
 # ---- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def test_who_stops_a_run_is_told_how_to_go_on(model, tmp_path, monkeypatch):
+    out, finish = tmp_path / "out", WatchedLayer.finish
+    words = ("quantize", model, "--scheme", "W4A16", "--group-size", 16, "--out", out)
+
+    def stop(layer):
+        if layer.name.endswith("layers.1.self_attn.q_proj"):
+            raise KeyboardInterrupt
+        return finish(layer)
+
+    monkeypatch.setattr(WatchedLayer, "finish", stop)
+    result = invoke(*words, code=1)
+    assert result.stderr.replace("\n", "") == (
+        f"stopped; finished layers are in {out}.partial. The same command goes on from there."
+    )
+    monkeypatch.setattr(WatchedLayer, "finish", finish)
+    changed = error_of(*words, "--observer", "mse")
+    assert changed == (
+        f"{out}.partial: was begun with another recipe. Run it as before to go on, or use restart to begin anew."
+    )
+    run(*words)
+    assert out.is_dir() and not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize(("error", "words"), [(KeyboardInterrupt, "stopped; nothing was written.\n"), (OSError, "")])

@@ -179,6 +179,9 @@ def quantize(
     job: Job,
     out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint.", show_default="required")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")
+    ] = False,
     column: DataColumn = None,
     split: Split = "train",
     pack: Pack = None,
@@ -200,7 +203,7 @@ def quantize(
             recipe = Recipe.of(job.parsed_recipe())
         print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
         return
-    with _failing_politely(), _progress(quiet=as_json) as on_step:
+    with _failing_politely(out), _progress(quiet=as_json) as on_step:
         if out is None:
             raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
         result = oneshot(
@@ -223,6 +226,7 @@ def quantize(
             trust_remote_code=job.trust_remote_code,
             strict=job.strict,
             overwrite=overwrite,
+            restart=restart,
             seed=seed,
             on_step=on_step,
         )
@@ -416,15 +420,21 @@ def _say(text: str, head: str = "", *, style: str = "", console: Console = _out)
 
 
 @contextmanager
-def _failing_politely() -> Iterator[None]:
-    """A user's mistake is one line and exit code 2."""
+def _failing_politely(out: Path | None = None) -> Iterator[None]:
+    """A user's mistake is one line and exit code 2. Who stops a run that writes to `out` is told how to go on."""
     try:
         yield
     except ScalewrightError as error:
         _say(str(error), "error ", style="bold red", console=_err)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        _say("stopped; nothing was written.", console=_err)
+        partial_folder = None if out is None else out.with_name(f"{out.name}.partial")
+        if partial_folder is not None and partial_folder.exists():
+            _say(
+                f"stopped; finished layers are in {partial_folder}. The same command goes on from there.", console=_err
+            )
+        else:
+            _say("stopped; nothing was written.", console=_err)
         raise typer.Exit(1) from None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from scalewright.calibration.data import Samples
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import make_plans
+from scalewright.calibration.plan import bytes_after, make_plans
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.fingerprint import fingerprint_of, versions
+from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
@@ -28,9 +30,9 @@ from scalewright.checkpoint.loading import (
     samples_for,
     sequence_length,
 )
-from scalewright.checkpoint.parts import Parts, parts_for
-from scalewright.checkpoint.saving import check_output, copy_checkpoint, save_checkpoint
-from scalewright.errors import RecipeError, StrictError
+from scalewright.checkpoint.parts import Part
+from scalewright.checkpoint.saving import check_output, save_checkpoint
+from scalewright.errors import OutputError, RecipeError, StrictError
 from scalewright.importance import files_of
 from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
@@ -61,15 +63,30 @@ class Result:
         """Write the checkpoint to a folder; one that was written already is copied."""
         folder = Path(path)
         check_output(folder, overwrite=overwrite)
-        if self.output_dir is not None:
-            return copy_checkpoint(self.output_dir, folder)
-        with parts_for(folder) as parts:
-            self._write(folder, parts)
+        source = self.output_dir
+        if source is not None and not source.is_dir():
+            raise OutputError(
+                f"{path}: the checkpoint was written to {source}, and is not there any more. Run again to write it "
+                "here."
+            )
+        with journal_for(folder, {"model": "in memory"}, restart=True) as journal:
+            if source is None:
+                self._write(journal)
+            else:
+                with journal.checkpoint() as draft:
+                    shutil.copytree(source, draft, dirs_exist_ok=True)
         return folder
 
-    def _write(self, folder: Path, parts: Parts) -> None:
-        files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": self.to_json()}
-        save_checkpoint(self.model, self.layers, folder, parts=parts, files=files, companions=self.companions)
+    def _write(self, journal: Journal) -> None:
+        def keep(layer: QuantizedLayer) -> Part:
+            if isinstance(layer.compressed, Part):
+                return layer.compressed
+            return journal.keep(layer.name, layer.compressed, {})
+
+        told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
+        files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": json.dumps(told, indent=2)}
+        with journal.checkpoint() as draft:
+            save_checkpoint(self.model, self.layers, draft, keep=keep, files=files, companions=self.companions)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""
@@ -114,6 +131,7 @@ def oneshot(
     trust_remote_code: bool = False,
     strict: bool = False,
     overwrite: bool = False,
+    restart: bool = False,
     seed: int = 0,
     on_step: OnStep = silent,
 ) -> Result:
@@ -124,24 +142,24 @@ def oneshot(
     A model object is quantised in place. With `output_dir` the checkpoint is written there. Nothing is skipped in
     silence: what could not be done as asked is a note of the result, or an error if `strict`. `max_seq_length` is 2048,
     or as many positions as the model has if these are fewer.
+
+    A run that was stopped goes on when it is called again with the same model, recipe, data and output_dir: finished
+    layers are in `OUT.partial`. With `restart` it begins anew.
     """
     clock = _Clock()
     parsed = _recipe_from(recipe, scheme, quality)
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)
-    files = files_of(parsed.modifiers)
-    if output_dir is not None:
-        check_output(Path(output_dir), overwrite=overwrite)
+    files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
+    if out is not None:
+        check_output(out, overwrite=overwrite)
     with clock("load"):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    options = DataOptions(
-        num_calibration_samples, sequence_length(loaded, max_seq_length), batch_size, column, pack, split, seed
-    )
     notes = _Notes(strict)
     layers: list[QuantizedLayer] = []
     samples: Samples | None = None
@@ -151,24 +169,34 @@ def oneshot(
     gatherings = plan_gatherings(loaded, stages, plans, files=files, **asked)
     for plan, gathering in zip(plans, gatherings, strict=True):
         notes.add([*gathering.notes, *plan.notes])
-    options = replace(options, tokens_per_batch=min(plan.tokens_per_batch() for plan in plans))
+    options = DataOptions(
+        num_calibration_samples,
+        sequence_length(loaded, max_seq_length),
+        batch_size,
+        column,
+        pack,
+        split,
+        seed,
+        tokens_per_batch=min(plan.tokens_per_batch() for plan in plans),
+    )
+    if any(gathering.modules for gathering in gatherings) or any(plan.pipeline != "data_free" for plan in plans):
+        with clock("data"):
+            samples = samples_for(loaded, dataset, options, companions)
+        notes.add(samples.notes)
+    batches = [] if samples is None else samples.batches
     with ExitStack() as stack:
-        parts = None if output_dir is None else stack.enter_context(parts_for(Path(output_dir)))
+        journal: Journal | None = None
+        if out is not None:
+            check_output(out, overwrite=overwrite, num_bytes=bytes_after(plans))
+            settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
+            found = fingerprint_of(model, loaded, parsed, batches, files, settings)
+            journal = stack.enter_context(journal_for(out, found, restart=restart))
         for plan, gathering in zip(plans, gatherings, strict=True):
-            if output_dir is not None:
-                check_output(Path(output_dir), overwrite=overwrite, num_bytes=plan.bytes_after())
-            if samples is None and (gathering.modules or plan.pipeline != "data_free"):
-                with clock("data"):
-                    samples = samples_for(loaded, dataset, options, companions)
-                notes.add(samples.notes)
-            batches = [] if samples is None else samples.batches
             if gathering.names:
                 with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
                     notes.add(stack.enter_context(gathering.standing(loaded, batches, on_step)))
             with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step)
-                if parts is not None:
-                    calibration.keep = parts.keep
+                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, journal)
                 done = calibration.run(plan.pipeline)
             notes.add(_gathered(note for layer in done for note in layer.notes))
             layers += done
@@ -183,14 +211,14 @@ def oneshot(
             0 if samples is None else samples.num_samples,
             0 if samples is None else samples.num_tokens,
             seed,
-            {name: version(name) for name in ("scalewright", "torch", "transformers", "compressed-tensors")},
+            versions(),
             companions=companions,
         )
-        if output_dir is not None and parts is not None:
+        if journal is not None:
             with clock("save"):
-                on_step("writing", str(output_dir), 0, 1)
-                result._write(Path(output_dir), parts)
-                result.output_dir = Path(output_dir)
+                on_step("writing", str(out), 0, 1)
+                result._write(journal)
+                result.output_dir = out
     return result
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
-from scalewright.calibration.plan import make_plans
+from scalewright.calibration.plan import bytes_after, make_plans
 from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
 from scalewright.errors import StrictError
 from scalewright.importance import files_of
@@ -116,8 +116,7 @@ def plan_of(
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
     quantised = [layer for layer in layers if layer.scheme.weights is not None]
-    before, after = plans[-1].bytes_before(), plans[-1].bytes_before()
-    after -= sum(plan.bytes_before() - plan.bytes_after() for plan in plans)
+    before, after = plans[-1].bytes_before(), bytes_after(plans)
     widest = max((layer.weight.numel() for layer in quantised), default=0)
     chosen = plans[-1].pipeline
     config = getattr(built, "config", None)

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scalewright.checkpoint.parts import Part, parts_for
+from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.shards import tensors_in, write_shards
 
 TENSORS = {
@@ -80,35 +80,9 @@ def test_a_file_that_was_cut_is_no_source(places, tmp_path):
         write_shards(out, places, max_bytes=10**6)
 
 
-def test_parts_stand_for_tensors_and_are_gone_afterwards(tmp_path):
-    with parts_for(tmp_path / "out") as parts:
-        kept = parts.keep(TENSORS)
-        assert isinstance(kept, Part) and parts.keep(kept) is kept
-        assert_same(dict(kept), TENSORS)
-        with pytest.raises(KeyError):
-            kept["d"]
-        assert all(each.name.startswith(".out.parts-") for each in tmp_path.iterdir()) and list(tmp_path.iterdir())
-    assert not list(tmp_path.iterdir())
-
-
-def test_parts_take_no_folder_that_was_there(tmp_path):
-    names = ("out.partial", ".out.parts-", "out")
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").write_text("mine", encoding="utf-8")
-    with parts_for(tmp_path / "out") as one, parts_for(tmp_path / "out") as other:
-        kept = [one.keep({"a": torch.zeros(2)}), other.keep({"a": torch.ones(2)})]
-        assert [float(each["a"].sum()) for each in kept] == [0.0, 2.0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names)
-    assert all((tmp_path / name / "mine").exists() for name in names)
-
-
-def test_parts_are_gone_after_an_error_too(tmp_path):
-    def keep_and_break() -> None:
-        with parts_for(tmp_path / "out") as parts:
-            parts.keep(TENSORS)
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        keep_and_break()
-    assert not list(tmp_path.iterdir())
+def test_a_part_stands_for_the_tensors_of_its_file(tmp_path):
+    save_file(TENSORS, tmp_path / "part.safetensors")
+    part = Part(tmp_path / "part.safetensors")
+    assert_same(dict(part), TENSORS)
+    with pytest.raises(KeyError):
+        part["d"]

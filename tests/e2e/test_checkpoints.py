@@ -9,6 +9,7 @@ from read_back import IN_BF16, assert_loads_to_the_same, log_probs, some_ids
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from scalewright.modifiers.layers import WatchedLayer
 from scalewright.oneshot import oneshot
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared"
@@ -170,11 +171,20 @@ def test_a_folder_that_is_there_is_left_alone_unless_it_may_be_replaced(tmp_path
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
+def test_a_run_whose_writing_failed_goes_on_and_computes_nothing_again(tmp_path, monkeypatch):
     def fail(*args, **keywords):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
-    with pytest.raises(OSError, match="the disk is full"):
-        oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    def quantise(name: str) -> dict[str, bytes]:
+        oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / name)
+        return {each.name: each.read_bytes() for each in (tmp_path / name).iterdir()}
+
+    whole = quantise("whole")
+    with monkeypatch.context() as broken:
+        broken.setattr(LlamaForCausalLM, "save_pretrained", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            quantise("out")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out.partial", "whole"]
+    monkeypatch.setattr(WatchedLayer, "finish", fail)
+    assert quantise("out") == whole
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "whole"]

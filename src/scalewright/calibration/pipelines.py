@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,22 @@ def check_pipeline(name: str) -> None:
         )
 
 
+class Keeper(Protocol):
+    """Who keeps finished layers: `checkpoint.journal.Journal`."""
+
+    def has(self, name: str) -> bool:
+        """Whether a layer was finished before."""
+
+    def record(self, name: str) -> dict[str, Any]:
+        """What was kept with its tensors."""
+
+    def part(self, name: str) -> Mapping[str, Tensor]:
+        """Its tensors."""
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Put the tensors of a finished layer away, and give what stands for them."""
+
+
 @dataclass
 class Calibration:
     """A model, the layers of it that are to be quantised, and the data to see them at work."""
@@ -61,8 +77,8 @@ class Calibration:
     batches: Sequence[Batch] = ()
     blocks: list[str] = field(default_factory=list)
     on_step: OnStep = silent
-    keep: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
-    """Puts the tensors of a finished layer away, and gives what stands for them."""
+    journal: Keeper | None = None
+    """Keeps finished layers, and has those that an earlier run has finished."""
 
     def __post_init__(self) -> None:
         self._masks = Masks(self.model, self.batches)
@@ -95,9 +111,11 @@ class Calibration:
 
     def _basic(self) -> list[QuantizedLayer]:
         with self._watched(self.layers, self.model):
-            alone = [Unit(layer.name, layer.module, [layer]) for layer in self.layers]
-            with self._tapped(self.layers), _Route(self.model, alone).known() as route:
-                for i in range(len(self.batches)):
+            groups = [group for group in _sharing_a_scale(self.layers) if not self._is_done(group)]
+            todo = [layer for group in groups for layer in group]
+            alone = [Unit(layer.name, layer.module, [layer]) for layer in todo]
+            with self._tapped(todo), _Route(self.model, alone).known() as route:
+                for i in range(len(self.batches) if todo else 0):
                     with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                         self._masks.enter(i)
                         self._forward(i)
@@ -155,9 +173,10 @@ class Calibration:
         """
         count = len(self.batches)
         unquantised = [batch for batch in batches if batch >= count]
+        is_done = self._is_done(unit.layers)
         wants_both = any(layer.wants_unquantised for layer in unit.layers)
         with self._watched(unit.layers, unit.step_of or unit.module):
-            if any(layer.wants_data for layer in unit.layers):
+            if not is_done and any(layer.wants_data for layer in unit.layers):
                 look = self._show_input if unit.is_seen_by_its_input else self._rehearse
                 with nullcontext() if unit.is_seen_by_its_input else self._tapped(unit.layers):
                     for batch in (each for each in batches if each < count):
@@ -235,17 +254,32 @@ class Calibration:
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
         done = []
         for group in _sharing_a_scale(layers):
+            if self.journal is not None and self._is_done(group):
+                done += [self._restored(layer, self.journal) for layer in group]
+                continue
             absmax = max(absmax_of(layer.target) for layer in group) if len(group) > 1 else None
             for layer in group:
                 layer.observe_weight(foreseen_absmax=absmax)
             for layer in group:
                 self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
                 finished = layer.finish()
-                finished.compressed = self.keep(finished.compressed)
+                if self.journal is not None:
+                    finished.compressed = self.journal.keep(layer.name, finished.compressed, finished.record())
                 done.append(finished)
                 self._num_quantised += 1
                 self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
         return done
+
+    def _is_done(self, layers: Iterable[WatchedLayer]) -> bool:
+        """Whether an earlier run has finished all of some layers."""
+        journal = self.journal
+        return journal is not None and all(journal.has(layer.name) for layer in layers)
+
+    def _restored(self, layer: WatchedLayer, journal: Keeper) -> QuantizedLayer:
+        self._num_quantised += 1
+        restored = layer.restore(journal.part(layer.name), journal.record(layer.name))
+        self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
+        return restored
 
 
 def _sharing_a_scale(layers: Sequence[WatchedLayer]) -> list[list[WatchedLayer]]:

@@ -66,6 +66,11 @@ class Plan:
         return round(self.bytes_before() - saved)
 
 
+def bytes_after(plans: Sequence[Plan]) -> int:
+    """What the checkpoint of all stages will take, about."""
+    return plans[-1].bytes_before() - sum(plan.bytes_before() - plan.bytes_after() for plan in plans)
+
+
 def make_plans(
     model: nn.Module,
     stages: Sequence[Sequence[Modifier]],

@@ -1,7 +1,7 @@
 """Writing a quantised model as a compressed-tensors checkpoint.
 
-Everything is written under a temporary name beside the target and renamed when it is complete, so that a folder of the
-target's name is a whole checkpoint.
+It is written to a draft, which gets its name when it is complete (journal.py): a folder of that name is a whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from scalewright.calibration.loaders import settle_names
 from scalewright.checkpoint.loading import without_bars
-from scalewright.checkpoint.parts import Parts
+from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.shards import TensorAt, tensors_in, write_shards
 from scalewright.errors import OutputError
 from scalewright.modifiers.layers import QuantizedLayer
@@ -51,41 +50,23 @@ def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
         )
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `path` when all went well, and is taken away when not."""
-    draft = path.absolute().parent / f".{path.name}.incomplete"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        old = path.absolute().parent / f".{path.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            path.rename(old)
-        draft.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def save_checkpoint(
     model: nn.Module,
     layers: Iterable[QuantizedLayer],
-    path: Path,
+    draft: Path,
     *,
-    parts: Parts,
+    keep: Callable[[QuantizedLayer], Part],
     files: Mapping[str, str],
     companions: Iterable[Any] = (),
 ) -> None:
-    """Write `model`, whose `layers` are quantised, to the folder `path`.
+    """Write `model`, whose `layers` are quantised, to the empty folder `draft`.
 
-    `parts` has the tensors of layers, or takes them; `companions` are a tokenizer and the like, `files` are texts to
+    `keep` gives the file with the tensors of a layer; `companions` are a tokenizer and the like, `files` are texts to
     write beside.
     """
-    with written_whole(path) as draft, without_bars():
+    with without_bars():
         # transformers knows by which names a model is stored. It is given stand-ins for all that is quantised.
-        state, stored = _with_stand_ins(model, layers, parts)
+        state, stored = _with_stand_ins(model, layers, keep)
         if isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
@@ -101,19 +82,8 @@ def save_checkpoint(
             (draft / name).write_text(text, encoding="utf-8")
 
 
-def copy_checkpoint(source: Path, path: Path) -> Path:
-    """Copy a checkpoint that was written before to the folder `path`."""
-    if not source.is_dir():
-        raise OutputError(
-            f"{path}: the checkpoint was written to {source}, and is not there any more. Run again to write it here."
-        )
-    with written_whole(path) as draft:
-        shutil.copytree(source, draft, dirs_exist_ok=True)
-    return path
-
-
 def _with_stand_ins(
-    model: nn.Module, layers: Iterable[QuantizedLayer], parts: Parts
+    model: nn.Module, layers: Iterable[QuantizedLayer], keep: Callable[[QuantizedLayer], Part]
 ) -> tuple[dict[str, Tensor], list[TensorAt]]:
     """The state of a model, and where the tensors of quantised layers are that stand-ins in it stand for."""
     state: dict[str, Tensor] = dict(model.state_dict())
@@ -123,7 +93,7 @@ def _with_stand_ins(
             continue
         for name in [name for name in state if name.rpartition(".")[0] == layer.name]:
             del state[name]
-        for name, place in parts.keep(layer.compressed).places.items():
+        for name, place in keep(layer).places.items():
             state[f"{layer.name}.{name}"] = torch.full(_STAND_IN, len(stored), dtype=torch.int64)
             stored.append(place)
     return state, stored

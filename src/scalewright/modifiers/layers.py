@@ -35,7 +35,7 @@ from scalewright.modifiers.figures import Sample, some_rows
 from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import Shown
-from scalewright.modifiers.storing import store
+from scalewright.modifiers.storing import read_back, store
 from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.base import QParamsDict
@@ -68,6 +68,13 @@ class QuantizedLayer:
     above_optimum: float | None = None
     """How much more the weight loses than the least possible, as a share of it, on a sample."""
     notes: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """What is to be kept of it beside its tensors, as plain data."""
+        return {name: getattr(self, name) for name in (*_FIGURES, "observers", "notes")} | {"shape": list(self.shape)}
+
+
+_FIGURES = ("weight_db", "gain_db", "output_db", "above_optimum")
 
 
 class WatchedLayer:
@@ -206,6 +213,25 @@ class WatchedLayer:
             layer.output_db = signal_to_noise(before, after)
             layer.notes += self._loses_by_static_scales(before, layer.output_db)
         return layer
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
+        """What `finish` made of the layer in an earlier run, from what was kept of it."""
+        initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
+        for name, parameter in self.module.named_parameters(recurse=False):
+            if name in tensors and name != "weight" and tensors[name].shape == parameter.shape:
+                parameter.data.copy_(tensors[name])
+        if self.scheme.weights is not None:
+            target = self._weight_to_write()
+            target.detach().copy_(read_back(tensors, self.scheme, self.format))
+            self.module.weight = target.requires_grad_(False)
+        self.module.quantization_status = QuantizationStatus.DECOMPRESSED
+        return self._from_record(tensors, record)
+
+    def _from_record(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
+        figures = {name: record[name] for name in _FIGURES}
+        notes, shape = list(record["notes"]), tuple(record["shape"])
+        return QuantizedLayer(self.name, self.scheme, record["observers"], shape, tensors, notes=notes, **figures)
 
     @property
     def format(self) -> CompressionFormat:
@@ -378,9 +404,23 @@ class WatchedAttention(WatchedLayer):
     def finish(self) -> QuantizedLayer:
         layer = self._quantized_layer(())
         self._write_qparams({base_name: self._qparams(observer) for base_name, observer in self.observers.items()})
+        layer.compressed = get_direct_state_dict(self.module)
+        self._freeze()
+        return layer
+
+    @override
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
+        initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
+        for name, parameter in self.module.named_parameters(recurse=False):
+            if name in tensors:
+                parameter.data.copy_(tensors[name])
+        self._freeze()
+        return self._from_record(tensors, record)
+
+    def _freeze(self) -> None:
         self.module.quantization_status = QuantizationStatus.FROZEN
         self._undo.pop_all()
-        return layer
 
 
 _ACTIVATIONS = {"input", "output"}

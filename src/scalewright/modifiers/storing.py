@@ -49,6 +49,13 @@ def store(
     return joined
 
 
+def read_back(stored: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat) -> Tensor:
+    """The weight that a loader will make of stored tensors."""
+    compressor = BaseCompressor.get_value_from_registry(stored_as.value)
+    weight: Tensor = compressor.decompress(dict(stored), scheme)["weight"]
+    return weight
+
+
 def _slices(weight: Tensor, scheme: QuantizationScheme) -> list[slice]:
     args = scheme.weights
     if args is None or weight.ndim != 2 or strategy_of(args) not in _BY_ROW:

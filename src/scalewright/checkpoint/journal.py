@@ -1,0 +1,207 @@
+"""What a run has done so far, in a folder beside its output: a run that was stopped goes on from there.
+
+    OUT.partial/journal.jsonl        a line that says what the run is, then a line for each finished layer
+    OUT.partial/000001.safetensors   the tensors of a finished layer
+    OUT.partial/checkpoint/          the checkpoint while it is put together; it becomes OUT by its last step
+
+A line is written when the file that it speaks of is complete. A last line that was cut off is forgotten. Killing the
+process loses no finished layer; for the case that the machine stops, what is older than half a minute is on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scalewright.checkpoint.parts import Part
+from scalewright.errors import OutputError
+
+_JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
+_SYNC_SECONDS = 30.0
+
+Fingerprint = Mapping[str, str]
+"""What must be the same for a run to go on, by what it is called in messages: the model, the recipe, ..."""
+
+
+@dataclass
+class Journal:
+    """The finished layers of a run, each with its tensors in a file and its record in a line."""
+
+    folder: Path
+    out: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The records of finished layers, by name."""
+
+    def __post_init__(self) -> None:
+        self._unsynced: list[Path] = []
+        self._began = self._synced = time.monotonic()
+        self._number = len(self.entries)
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Part:
+        """Write a finished layer; what stands for its tensors."""
+        self._number += 1
+        file = self.folder / f"{self._number:06}.safetensors"
+        draft = file.with_suffix(".draft")
+        save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
+        draft.rename(file)
+        entry = {"layer": name, "file": file.name, "bytes": file.stat().st_size, "record": dict(record)}
+        self._append(entry)
+        self.entries[name] = entry
+        self._sync_now_and_then(file)
+        return Part(file)
+
+    def has(self, name: str) -> bool:
+        """Whether a layer was finished before."""
+        return name in self.entries
+
+    def record(self, name: str) -> dict[str, Any]:
+        """What was kept with the tensors of a layer."""
+        record: dict[str, Any] = self.entries[name]["record"]
+        return record
+
+    def part(self, name: str) -> Part:
+        """The tensors of a layer that was finished before."""
+        entry = self.entries[name]
+        file = self.folder / Path(entry["file"]).name
+        size = file.stat().st_size if file.exists() else 0
+        if size != entry["bytes"]:
+            raise OutputError(
+                f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. Delete {self.folder} and run "
+                "again, or use restart."
+            )
+        return Part(file)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[Path]:
+        """An empty folder to write the checkpoint to, which becomes `out` when all went well."""
+        draft, old = self.folder / _CHECKPOINT, self.folder / _OLD
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        yield draft
+        if time.monotonic() > self._began + _SYNC_SECONDS:
+            for each in draft.iterdir():
+                _sync(each)
+        if self.out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.out.rename(old)
+        draft.rename(self.out)
+        shutil.rmtree(self.folder)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        with (self.folder / _JOURNAL).open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(entry) + "\n")
+
+    def _sync_now_and_then(self, file: Path) -> None:
+        self._unsynced.append(file)
+        if time.monotonic() > self._synced + _SYNC_SECONDS:
+            for each in (*self._unsynced, self.folder / _JOURNAL, self.folder):
+                _sync(each)
+            self._unsynced, self._synced = [], time.monotonic()
+
+
+def partial_of(out: Path) -> Path:
+    """The folder of a run that is to write `out`."""
+    return out.absolute().parent / f"{out.name}.partial"
+
+
+@contextmanager
+def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterator[Journal]:
+    """The journal of a run, with what an earlier run with the same fingerprint has finished.
+
+    A folder that holds nothing yet is taken away again if nothing comes into it. Two runs never share one.
+    """
+    folder = partial_of(out)
+    is_ours = (folder / _JOURNAL).is_file() or (folder / _LOCK).is_file()
+    if folder.exists() and not is_ours:
+        raise OutputError(f"{folder}: is in the way, and no run of ours began it. Move it, or give another OUT.")
+    made = _make_parents(folder)
+    with _locked(folder):
+        if restart:
+            for each in [each for each in folder.iterdir() if each.name != _LOCK]:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        entries = _read(folder)
+        if entries is None:
+            journal = Journal(folder, out)
+            journal._append({"fingerprint": dict(fingerprint)})
+        else:
+            _compare(folder, entries[0].get("fingerprint", {}), fingerprint)
+            journal = Journal(folder, out, {each["layer"]: each for each in entries[1:]})
+            journal._number = len(entries) - 1
+        try:
+            yield journal
+        finally:
+            if folder.exists() and not journal.entries:
+                shutil.rmtree(folder, ignore_errors=True)
+                for each in made:
+                    with suppress(OSError):
+                        each.rmdir()
+
+
+# ---- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder; the parents that had to be made for it, innermost first."""
+    made = [each for each in folder.parents if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError(f"{folder}: another run is writing there. Wait for it, or give another OUT.") from None
+        yield
+
+
+def _read(folder: Path) -> list[dict[str, Any]] | None:
+    """The lines of a journal, whose last may be cut off (it is taken away); None if there is none."""
+    file = folder / _JOURNAL
+    if not file.exists():
+        return None
+    whole, entries = 0, []
+    raw = file.read_bytes()
+    for line in raw.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            number = len(entries) + 1
+            raise OutputError(f"{file}:{number}: is damaged. Delete {folder} and run again, or use restart.") from None
+        whole += len(line)
+    if whole < len(raw):
+        os.truncate(file, whole)
+    return entries or None
+
+
+def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed:
+        raise OutputError(
+            f"{folder}: was begun with another {' and another '.join(changed)}. Run it as before to go on, or use "
+            "restart to begin anew."
+        )
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
