@@ -382,8 +382,14 @@ def test_layers_that_share_a_global_scale_and_not_their_input_stay_together(monk
 
 def test_layers_that_share_a_global_scale_and_their_input_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     animal = zoo("llama")
+    with torch.no_grad():
+        animal.model.model.layers[0].self_attn.k_proj.weight *= 8
     blocks = noted(animal, monkeypatch, scheme=scheme_of("NVFP4A16")).blocks
     assert blocks == dict.fromkeys(("model.layers.0", "model.layers.1"), ATTENTION + GATED)
+    part = animal.model.model.layers[0].self_attn
+    scales = [part.get_submodule(f"{each}_proj").weight_global_scale for each in "qkvo"]
+    assert torch.equal(scales[0], scales[1]) and torch.equal(scales[1], scales[2])
+    assert not torch.equal(scales[2], scales[3])
 
 
 def test_a_block_goes_as_a_whole_where_more_than_inputs_is_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,6 +562,30 @@ def test_pairs_that_cannot_be_told_are_not_made_up(monkeypatch: pytest.MonkeyPat
     assert diary.crosses["blocks.1.before"] is not None and diary.crosses["blocks.1.after"] is not None
 
 
+def test_an_input_without_its_counterpart_leaves_nothing_to_make_up_for() -> None:
+    value = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def cross_after(*shown: str) -> Tensor | None:
+        layer = GPTQLayer("layer", linear(), W4, MAKING_UP)
+        layer.start()
+        ((_, see_unquantised),) = layer.sees_unquantised()
+        see = next(see for where, see in layer._sees_for_weights())
+        for each in shown:
+            (see_unquantised if each == "should" else see)(Shown(value * (1.1 if each == "should" else 1)))
+        return layer._cross
+
+    expected = 0.1 * value.T @ value
+    torch.testing.assert_close(cross_after("should", "given"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cross_after("should", "should", "given", "given"), 2 * expected, rtol=1e-4, atol=1e-4)
+    for shown in (
+        ("given",),
+        ("should", "given", "given"),
+        ("should", "should", "given"),
+        ("given", "should", "given"),
+    ):
+        assert cross_after(*shown) is None
+
+
 def test_what_is_used_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     again = "is used again after it was quantised, and"
     rounded, made_up = "it was rounded for its first use alone.", "later layers do not make up for what that loses."
@@ -617,7 +647,7 @@ def test_a_block_is_run_once_for_each_stream_and_once_to_see_its_steps(rounding:
     assert list(counter.calls.values()) == [3 * streams + 1] * 3 + [1, 0]
 
 
-def test_the_model_as_it_was_is_not_run_where_nobody_asks() -> None:
+def test_the_model_as_it_was_is_run_if_anybody_asks() -> None:
     animal = zoo("llama")
     counter = Counter(animal.model, "model.embed_tokens")
     only = "model.layers.0.mlp.down_proj"
@@ -628,6 +658,19 @@ def test_the_model_as_it_was_is_not_run_where_nobody_asks() -> None:
     Calibration(animal.model, layers, animal.batches, animal.blocks).run("sequential")
     counter.remove()
     assert counter.calls == {"model.embed_tokens": 6}
+
+
+def test_a_block_is_not_looked_at_as_it_was_where_nobody_asks() -> None:
+    animal = zoo("llama")
+    counter = Counter(animal.model, *animal.blocks)
+    layers = [
+        *layers_of(animal.model, PLAIN, only=lambda name: ".layers.0." in name),
+        *layers_of(animal.model, MAKING_UP, only=lambda name: ".layers.1." in name),
+        *attention_of(animal),  # so that blocks go as a whole
+    ]
+    Calibration(animal.model, layers, animal.batches, animal.blocks).run("sequential")
+    counter.remove()
+    assert counter.calls == {"model.layers.0": 3 + 6, "model.layers.1": 6}
 
 
 def test_progress_goes_on_and_comes_to_its_end() -> None:

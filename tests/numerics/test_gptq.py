@@ -144,6 +144,7 @@ def test_a_column_without_input_is_rounded_to_the_nearest():
     x_TC = inputs(400, 96)
     x_TC[:, [5, 50]] = 0
     found = factor(hessian_of(x_TC), damping=0.0, is_ordered=True)
+    assert found.damping == 0  # no other column is damped for its sake
     rounded_CR = round_columns(weight_CR, found, book, block_size=32)
     assert torch.equal(rounded_CR[[5, 50]], nearest(weight_CR, book)[[5, 50]])
 
@@ -249,6 +250,8 @@ def test_a_scale_stays_where_another_would_be_worse_or_means_nothing():
     for storable in (lambda scale: 3 * scale, lambda scale: -scale, lambda scale: scale * torch.nan, torch.zeros_like):
         kept_CR, kept = refit(weight_CR, rounded_CR, hessian_CC, book, storable=storable)
         assert torch.equal(kept_CR, rounded_CR) and torch.equal(kept.scale_GR, book.scale_GR)
+    _, kept = refit(weight_CR, -rounded_CR, hessian_CC, book, storable=torch.clone)  # codes for the other sign
+    assert bool((kept.scale_GR > 0).all()) and float((kept.scale_GR == book.scale_GR).float().mean()) > 0.5
     rounded_CR[:32] = 0  # a group without codes says nothing of its scale
     fitted_CR, fitted = refit(weight_CR, rounded_CR, hessian_CC, book, storable=torch.clone)
     assert bool(fitted_CR.isfinite().all()) and torch.equal(fitted.scale_GR[0], book.scale_GR[0])

@@ -257,7 +257,9 @@ class Calibration:
             if self.journal is not None and self._is_done(group):
                 done += [self._restored(layer, self.journal) for layer in group]
                 continue
-            absmax = max(absmax_of(layer.target) for layer in group) if len(group) > 1 else None
+            # Of what observers are shown: another global scale than foreseen would have them search again.
+            seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
+            absmax = max((absmax_of(each) for each in seen), default=None)
             for layer in group:
                 layer.observe_weight(foreseen_absmax=absmax)
             for layer in group:

@@ -269,7 +269,7 @@ class WatchedLayer:
         original = self.weight.detach()
         target = self._weight_to_write()
         some = some_rows(original)
-        some_as_they_were = original[some]
+        some_as_meant = self.target[some].to(original.dtype)
         noise = Noise()
         state = dict(get_direct_state_dict(self.module))
         if rounded is not None:
@@ -283,7 +283,7 @@ class WatchedLayer:
         layer.compressed = store(state, self.scheme, self.format, take)
         self.module.weight = target.requires_grad_(False)
         layer.weight_db = noise.decibels
-        sample = Sample(some_as_they_were, target.detach()[some], args, importance, global_scale, self.hessian)
+        sample = Sample(some_as_meant, target.detach()[some], args, importance, global_scale, self.hessian)
         layer.gain_db = sample.gain_over_minmax()
         layer.above_optimum = sample.above_optimum()
 
