@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,16 +39,14 @@ def save_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
 
 
-def quantise(case: str, folder: str, out: str, kill_after: float | None = None) -> None:
-    """One run, which may kill its own process: so many seconds after its work begins."""
+def quantise(case: str, folder: str, out: str, kill: tuple[int, float] | None = None) -> None:
+    """One run, which may kill its own process: when so many layers are done, and so many seconds later."""
     torch.set_num_threads(1)
 
-    def on_step(*_: Any) -> None:
-        if kill_after is not None and not timers:
-            timers.append(threading.Timer(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-            timers[0].start()
+    def on_step(phase: str, what: str, done: int, total: int) -> None:
+        if kill is not None and phase == "quantising" and done == kill[0]:
+            threading.Timer(kill[1], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
-    timers: list[threading.Timer] = []
     data = None if case in DATA_FREE else torch.randint(64, (12, 24), generator=torch.Generator().manual_seed(1))
     oneshot(
         folder,
@@ -64,10 +61,10 @@ def quantise(case: str, folder: str, out: str, kill_after: float | None = None) 
     os._exit(0)  # nobody kills a process that is done
 
 
-def start(case: str, model: Path, out: Path, kill_after: float | None = None) -> BaseProcess:
+def start(case: str, model: Path, out: Path, kill: tuple[int, float] | None = None) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.test_resume"])
-    process = context.Process(target=quantise, args=(case, str(model), str(out), kill_after))
+    process = context.Process(target=quantise, args=(case, str(model), str(out), kill))
     process.start()
     return process
 
@@ -87,22 +84,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_is_killed_again_and_again_writes_the_same_bytes(case: str, model: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     start(case, model, whole).join(120)
-    began = time.monotonic()
-    process = start(case, model, tmp_path / "timed")
-    process.join(120)
-    seconds = time.monotonic() - began
-    assert process.exitcode == 0 and not partial_of(whole).exists()
+    assert not partial_of(whole).exists()
     chance = random.Random(f"{SEED} {case}")
-    killed, layers = 0, []
-    for _ in range(20):
-        if killed >= KILLS or out.exists():
-            break
-        process = start(case, model, out, chance.uniform(0.0, 0.6) * seconds)
+    done = []
+    for layer in sorted(chance.sample(range(13), KILLS)):
+        process = start(case, model, out, (layer, chance.uniform(0.0, 0.005)))
         process.join(120)
-        killed += process.exitcode == -signal.SIGKILL
-        layers.append(len(list(partial_of(out).glob("0*.safetensors"))))
-    assert killed > 0
-    assert layers == sorted(layers) or out.exists()  # what was done is never done again from the beginning
-    start(case, model, out).join(120) if not out.exists() else None
+        assert process.exitcode == -signal.SIGKILL and not out.exists()
+        done.append(len(list(partial_of(out).glob("0*.safetensors"))))
+        assert done[-1] >= layer
+    assert done == sorted(done)  # what was done is never done again from the beginning
+    start(case, model, out).join(120)
     assert files_of(out) == files_of(whole)
     assert not partial_of(out).exists()
