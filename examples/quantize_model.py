@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scalewright import QuantizationModifier, oneshot
 from scalewright.checkpoint.loading import load_model
-from scalewright.cli import layers_table
+from scalewright.cli.shown import layers_table
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared"
 MODEL, TEXT = BESIDE / "models" / "stories15M", BESIDE / "data" / "tinystories_calib.txt"

@@ -1,5 +1,6 @@
 """The command line, in this process and as a command: what it prints, writes, and exits with."""
 
+import importlib
 import inspect
 import io
 import json
@@ -16,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
-from scalewright import cli
 from scalewright.cli import app
+from scalewright.cli import progress as shown_progress
 from scalewright.importance import gather_importance
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_names
@@ -461,7 +462,7 @@ def given_to(monkeypatch, module: str, name: str, *words: object) -> dict[str, o
         found.update(keywords, model=model, recipe=recipe)
         raise StopError
 
-    monkeypatch.setattr(sys.modules[module], name, keep)
+    monkeypatch.setattr(importlib.import_module(module), name, keep)
     result = CliRunner().invoke(app, [str(each) for each in words])
     assert isinstance(result.exception, StopError), result.output
     return found
@@ -572,7 +573,7 @@ def test_a_plan_depends_on_what_it_is_told(model):
 def terminal(monkeypatch) -> io.StringIO:
     """What goes to the screen of a user who sits at a terminal."""
     screen = io.StringIO()
-    monkeypatch.setattr(cli, "_err", Console(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(shown_progress, "err_console", Console(file=screen, force_terminal=True, width=100))
     return screen
 
 
@@ -603,7 +604,7 @@ def test_a_pace_says_how_fast_and_how_long_yet():
     def step(seconds: float, done: int) -> str:
         now[0] += seconds
         progress.update(task.id, completed=done)
-        return cli._Pace().render(task).plain.strip()
+        return shown_progress._Pace().render(task).plain.strip()
 
     assert step(0, 0) == "0 %"
     assert step(1, 2000) == "20 %, 2,000 tokens/s, 4 s left"
@@ -616,7 +617,7 @@ def test_a_pace_says_how_fast_and_how_long_yet():
     ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7800, "2 h 10 min")]
 )
 def test_time_in_words(seconds, words):
-    assert cli.in_time(seconds) == words
+    assert shown_progress.in_time(seconds) == words
 
 
 def test_a_figure_that_no_layer_has_takes_no_column(model, tmp_path):

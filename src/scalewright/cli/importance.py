@@ -1,0 +1,103 @@
+"""`scalewright importance`: how strongly the inputs of layers are driven, into a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scalewright.cli.app import app
+from scalewright.cli.options import (
+    AllExperts,
+    AsJson,
+    BatchSize,
+    Data,
+    DataColumn,
+    Device,
+    Dtype,
+    Ignore,
+    NumSamples,
+    Pack,
+    Seed,
+    SeqLen,
+    Split,
+    Strict,
+    Tokenizer,
+    TrustRemoteCode,
+    given_options,
+)
+from scalewright.cli.progress import progress_shown
+from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.errors import RecipeError
+
+
+@app.command()
+def importance(
+    context: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|FILE", help="A model: its folder, or its name on the hub. Files, to merge."),
+    ],
+    out: Annotated[Path, typer.Option(help="The file for the importance, in safetensors.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge FILEs that were gathered from one model and different data.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    ignore: Ignore = None,
+    data: Data = None,
+    samples: NumSamples = 512,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    column: DataColumn = None,
+    split: Split = "train",
+    pack: Pack = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    moe_calibrate_all_experts: AllExperts = True,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    strict: Strict = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
+    from scalewright.calibration.plan import LM_HEAD
+    from scalewright.importance import gather_importance, merge_files
+
+    with failing_politely(), progress_shown(quiet=as_json) as on_step:
+        if merge:
+            odd = given_options(context, besides=("names", "out", "merge", "overwrite", "strict", "as_json"))
+            if odd:
+                raise RecipeError(f"{', '.join(odd)}: files are merged, and no model is run. Leave it out, or --merge.")
+            found = merge_files(names, out, strict=strict, overwrite=overwrite)
+        else:
+            if len(names) > 1:
+                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
+            found = gather_importance(
+                names[0],
+                data,
+                ignore=ignore or [LM_HEAD],
+                output_file=out,
+                tokenizer=tokenizer,
+                num_calibration_samples=samples,
+                max_seq_length=seq_len,
+                batch_size=batch_size,
+                column=column,
+                pack=pack,
+                split=split,
+                moe_calibrate_all_experts=moe_calibrate_all_experts,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                strict=strict,
+                overwrite=overwrite,
+                seed=seed,
+                on_step=on_step,
+            )
+    if as_json:
+        print(json.dumps({**found.to_dict(), "out": str(out)}))
+        return
+    tell(found.notes)
+    say(f"{out} is written ({len(found)} layers of {found.model}; {found.num_tokens:,} tokens).")

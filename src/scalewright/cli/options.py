@@ -1,0 +1,144 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from scalewright.errors import RecipeError
+
+recipe_option = partial(typer.Option, rich_help_panel="What to do")
+data_option = partial(typer.Option, rich_help_panel="Calibration data")
+run_option = partial(typer.Option, rich_help_panel="How to run")
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Ignore = Annotated[
+    list[str] | None,
+    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+]
+Data = Annotated[
+    str | None, data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
+]
+NumSamples = Annotated[int, data_option(min=1, help="How many samples to calibrate with.")]
+SeqLen = Annotated[
+    int | None, data_option(min=1, help="Tokens of a sample at most.", show_default="2048, or the model's context")
+]
+BatchSize = Annotated[int | None, data_option(min=1, help="Samples at a time.", show_default="as the memory allows")]
+DataColumn = Annotated[str | None, data_option(help="The column that has the text, messages or ids.")]
+Split = Annotated[str, data_option(help="The split of a dataset.")]
+Pack = Annotated[
+    bool | None,
+    data_option(
+        "--pack/--no-pack",
+        help="Whether to join samples and cut them into full sequences.",
+        show_default="where a text file has lines",
+    ),
+]
+Tokenizer = Annotated[str | None, data_option(help="A folder or hub name to take it from.", show_default="the model's")]
+Seed = Annotated[int, data_option(help="For the choice of samples.")]
+AllExperts = Annotated[
+    bool,
+    run_option(
+        "--moe-calibrate-all-experts/--no-moe-calibrate-all-experts",
+        help="Whether each expert of a mixture sees every token.",
+        show_default="it does",
+    ),
+]
+Device = Annotated[str | None, run_option(help="Where to run: cpu, cuda, ...", show_default="cpu")]
+Dtype = Annotated[str, run_option(help="auto keeps the model's own; float32, bfloat16, float16.")]
+Strict = Annotated[bool, run_option("--strict", help="Notes are errors.")]
+TrustRemoteCode = Annotated[bool, run_option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `quantize` does and `plan` tells: the options that both have."""
+
+    model: Annotated[str, typer.Argument(help="A folder with a model, or its name on the hub.")]
+    scheme: Annotated[str | None, recipe_option(help="The scheme: W4A16, FP8_DYNAMIC, NVFP4, ... (see `schemes`).")] = (
+        None
+    )
+    quality: Annotated[str | None, recipe_option(help="fast, balanced or best.", show_default="balanced")] = None
+    positive_scales: Annotated[bool, recipe_option("--positive-scales", help="Let best have no negative scales.")] = (
+        False
+    )
+    recipe: Annotated[Path | None, recipe_option(help="A recipe, in YAML or JSON, instead of a scheme.")] = None
+    group_size: Annotated[
+        int | None, recipe_option(help="Weights that share a scale.", show_default="the scheme's number")
+    ] = None
+    observer: Annotated[
+        str | None, recipe_option(help="The observer of weights (see `observers`).", show_default="the best")
+    ] = None
+    ignore: Ignore = None
+    importance: Annotated[
+        Path | None, recipe_option(help="A file that `importance` has written: it weighs the errors of weights.")
+    ] = None
+    data: Data = None
+    samples: NumSamples = 512
+    seq_len: SeqLen = None
+    batch_size: BatchSize = None
+    pipeline: Annotated[str, run_option(help="auto, data_free, basic or sequential.")] = "auto"
+    sequential_targets: Annotated[
+        list[str] | None,
+        run_option(
+            "--sequential-targets",
+            help="Modules that sequential goes through one by one; may be repeated.",
+            show_default="the model's blocks",
+        ),
+    ] = None
+    dtype: Dtype = "auto"
+    strict: Strict = False
+    trust_remote_code: TrustRemoteCode = False
+
+    def parsed_recipe(self) -> Any:
+        """The recipe that the options stand for."""
+        from scalewright.quality import recipe_for
+
+        if (self.scheme is None) == (self.recipe is None):
+            raise RecipeError("give either --scheme or --recipe.")
+        if self.scheme is not None:
+            return recipe_for(
+                self.quality or "balanced",
+                self.scheme,
+                group_size=self.group_size,
+                observer=self.observer,
+                ignore=self.ignore,
+                importance=self.importance,
+                positive_scales=self.positive_scales,
+            )
+        said = ("quality", "positive_scales", "group_size", "observer", "ignore", "importance")
+        given = [f"--{name.replace('_', '-')}" for name in said if getattr(self, name)]
+        if given:
+            raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
+        return self.recipe
+
+
+def with_job(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its first argument, a `Job`, as options of its own."""
+    shared = inspect.signature(Job, eval_str=True).parameters
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(Job(**{name: given.pop(name) for name in shared}), **given)
+
+    every = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*shared.values(), *own)]
+    vars(run)["__signature__"] = inspect.Signature(every)
+    run.__annotations__ = {each.name: each.annotation for each in every}
+    return run
+
+
+def given_options(context: typer.Context, *, besides: Sequence[str]) -> list[str]:
+    """The options that stand on the command line."""
+    names = [name for name in context.params if name not in besides]
+    return [f"--{name.replace('_', '-')}" for name in names if _is_said(context, name)]
+
+
+def _is_said(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -1,0 +1,93 @@
+"""`scalewright quantize`: a model, a recipe and data become a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scalewright.cli.app import app
+from scalewright.cli.options import (
+    AllExperts,
+    AsJson,
+    DataColumn,
+    Device,
+    Job,
+    Pack,
+    Seed,
+    Split,
+    Tokenizer,
+    recipe_option,
+    with_job,
+)
+from scalewright.cli.progress import progress_shown
+from scalewright.cli.shown import failing_politely, layers_table, out_console, say, tell
+from scalewright.errors import RecipeError
+
+
+@app.command()
+@with_job
+def quantize(
+    job: Job,
+    out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint.", show_default="required")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")
+    ] = False,
+    column: DataColumn = None,
+    split: Split = "train",
+    pack: Pack = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    moe_calibrate_all_experts: AllExperts = True,
+    device: Device = None,
+    print_recipe: Annotated[
+        bool, recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantise a model and write the checkpoint."""
+    from scalewright.oneshot import oneshot
+    from scalewright.recipe import Recipe
+
+    if print_recipe:
+        with failing_politely():
+            recipe = Recipe.of(job.parsed_recipe())
+        print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
+        return
+    with failing_politely(out), progress_shown(quiet=as_json) as on_step:
+        if out is None:
+            raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
+        result = oneshot(
+            job.model,
+            recipe=job.parsed_recipe(),
+            dataset=job.data,
+            output_dir=out,
+            tokenizer=tokenizer,
+            num_calibration_samples=job.samples,
+            max_seq_length=job.seq_len,
+            batch_size=job.batch_size,
+            column=column,
+            pack=pack,
+            split=split,
+            pipeline=job.pipeline,
+            sequential_targets=job.sequential_targets or None,
+            moe_calibrate_all_experts=moe_calibrate_all_experts,
+            device=device,
+            dtype=job.dtype,
+            trust_remote_code=job.trust_remote_code,
+            strict=job.strict,
+            overwrite=overwrite,
+            restart=restart,
+            seed=seed,
+            on_step=on_step,
+        )
+    if as_json:
+        print(json.dumps({**result.to_dict(), "out": str(out)}))
+        return
+    out_console.print(layers_table(result.to_dict()["layers"]))
+    tell(result.notes)
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
+    say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
