@@ -438,6 +438,7 @@ OPTIONS = {
     "--out": (["out"], "output_dir", Path("out")),
     "--overwrite": ([], "overwrite", True),
     "--restart": ([], "restart", True),
+    "--max-memory": (["2GB"], "max_memory", "2GB"),
     "--column": (["prompt"], "column", "prompt"),
     "--split": (["test"], "split", "test"),
     "--pack": ([], "pack", True),
@@ -508,7 +509,7 @@ def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):
 IMPORTANCE_OPTIONS = {
     name: OPTIONS[name]
     for name in OPTIONS
-    if name not in ("--recipe", "--pipeline", "--sequential-targets", "--data", "--out", "--restart")
+    if name not in ("--recipe", "--pipeline", "--sequential-targets", "--data", "--out", "--restart", "--max-memory")
 } | {"--out": (["out"], "output_file", Path("out")), "--ignore": (["a", "--ignore", "b"], "ignore", ["a", "b"])}
 
 

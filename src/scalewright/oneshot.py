@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from scalewright.calibration.data import Samples
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import bytes_after, make_plans
+from scalewright.calibration.plan import Plan, bytes_after, make_plans
+from scalewright.calibration.scratch import Scratch, WaitingRoom, num_bytes
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.fingerprint import fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
@@ -27,11 +27,15 @@ from scalewright.checkpoint.loading import (
     check_dtype,
     load_companions,
     load_model,
+    load_quantized,
     samples_for,
     sequence_length,
 )
+from scalewright.checkpoint.mapped import MappedFiles, can_map
+from scalewright.checkpoint.memory import in_bytes, room_for_activations
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.saving import check_output, save_checkpoint
+from scalewright.checkpoint.shelf import Shelf
 from scalewright.errors import OutputError, RecipeError, StrictError
 from scalewright.importance import files_of
 from scalewright.modifiers.layers import QuantizedLayer
@@ -44,7 +48,7 @@ from scalewright.recipe import Recipe
 class Result:
     """What a run has done: the quantised model, its layers, and what the user should know."""
 
-    model: nn.Module
+    in_memory: nn.Module = field(repr=False)
     recipe: Recipe
     pipeline: str
     why: str
@@ -58,6 +62,15 @@ class Result:
     output_dir: Path | None = None
     companions: list[Any] = field(default_factory=list, repr=False)
     """The tokenizer or processor that is saved with the model."""
+    files: MappedFiles | None = field(default=None, repr=False)
+    """Where the weights lie if they are not in memory: then the model is what was written, and is read if asked for."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The quantised model. One that was not in memory is loaded from where it was written."""
+        if self.files is not None and self.output_dir is not None:
+            self.in_memory, self.files = load_quantized(self.output_dir), None
+        return self.in_memory
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the checkpoint to a folder; one that was written already is copied."""
@@ -86,7 +99,15 @@ class Result:
         told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
         files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": json.dumps(told, indent=2)}
         with journal.checkpoint() as draft:
-            save_checkpoint(self.model, self.layers, draft, keep=keep, files=files, companions=self.companions)
+            save_checkpoint(
+                self.in_memory,
+                self.layers,
+                draft,
+                keep=keep,
+                files=files,
+                companions=self.companions,
+                place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""
@@ -132,6 +153,7 @@ def oneshot(
     strict: bool = False,
     overwrite: bool = False,
     restart: bool = False,
+    max_memory: int | str | None = None,
     seed: int = 0,
     on_step: OnStep = silent,
 ) -> Result:
@@ -143,29 +165,30 @@ def oneshot(
     silence: what could not be done as asked is a note of the result, or an error if `strict`. `max_seq_length` is 2048,
     or as many positions as the model has if these are fewer.
 
+    A model that is given by its path, with an `output_dir`, is never in memory as a whole: blocks are read when their
+    turn comes, and given up when they are written. What flows between them is kept in memory up to `max_memory` for
+    all together ("8GB", or bytes; nine tenths of what is free if it is left out), and beyond that in a file.
+
     A run that was stopped goes on when it is called again with the same model, recipe, data and output_dir: finished
     layers are in `OUT.partial`. With `restart` it begins anew.
     """
     clock = _Clock()
     parsed = _recipe_from(recipe, scheme, quality)
-    check_pipeline(pipeline)
-    check_dtype(dtype)
-    check_device(device)
+    _check_names(pipeline, dtype, device)
+    limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
-    if out is not None:
-        check_output(out, overwrite=overwrite)
-    with clock("load"):
+    mapped = _files_for(model, None if out is None else check_output(out, overwrite=overwrite), device)
+    with clock("load"), _lying_in(mapped):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    notes = _Notes(strict)
-    layers: list[QuantizedLayer] = []
-    samples: Samples | None = None
+    notes, layers, samples = _Notes(strict), list[QuantizedLayer](), None
     stages = [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
-    plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
+    with _lying_in(mapped):
+        plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
     gatherings = plan_gatherings(loaded, stages, plans, files=files, **asked)
     for plan, gathering in zip(plans, gatherings, strict=True):
         notes.add([*gathering.notes, *plan.notes])
@@ -191,12 +214,14 @@ def oneshot(
             settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
             found = fingerprint_of(model, loaded, parsed, batches, files, settings)
             journal = stack.enter_context(journal_for(out, found, restart=restart))
+        streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
         for plan, gathering in zip(plans, gatherings, strict=True):
             if gathering.names:
                 with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                    notes.add(stack.enter_context(gathering.standing(loaded, batches, on_step)))
+                    gathered = gathering.standing(loaded, batches, on_step, blocks=plan.blocks, **streaming)
+                    notes.add(stack.enter_context(gathered))
             with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, journal)
+                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, journal, **streaming)
                 done = calibration.run(plan.pipeline)
             notes.add(_gathered(note for layer in done for note in layer.notes))
             layers += done
@@ -213,6 +238,7 @@ def oneshot(
             seed,
             versions(),
             companions=companions,
+            files=mapped,
         )
         if journal is not None:
             with clock("save"):
@@ -235,6 +261,34 @@ def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe
     if quality is not None:
         raise RecipeError("quality goes with a scheme; a recipe says it all. Leave it out.")
     return Recipe.of(recipe)
+
+
+def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
+    check_pipeline(pipeline)
+    check_dtype(dtype)
+    check_device(device)
+
+
+def _files_for(
+    model: nn.Module | str | Path, parent: Path | None, device: str | torch.device | None
+) -> MappedFiles | None:
+    """Where the weights will lie if the model is not to be in memory: it is read from files, and written to others."""
+    if parent is None or isinstance(model, nn.Module) or not can_map() or torch.device(device or "cpu").type != "cpu":
+        return None
+    return MappedFiles(Scratch(parent))
+
+
+def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:
+    """While inside, parameters that modules are given come to lie in files."""
+    return nullcontext() if files is None else files.catching()
+
+
+def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_memory: int | None) -> dict[str, Any]:
+    """What a run needs whose model is not in memory."""
+    blocks = [model.get_submodule(name) for plan in plans for name in plan.blocks]
+    largest = max((sum(map(num_bytes, block.parameters())) for block in blocks), default=0)
+    room = room_for_activations(max_memory, largest)
+    return {"weights": Shelf(model, files), "waiting_room": WaitingRoom(files.scratch, room)}
 
 
 def _gathered(notes: Iterator[str]) -> list[str]:

@@ -6,7 +6,7 @@ take it over. Files with importance are read elsewhere (importance.py); here it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,16 @@ from scalewright.calibration.experts import is_fused
 from scalewright.calibration.pipelines import (
     Batch,
     Calibration,
+    MetAgainError,
     OnStep,
+    Visit,
     _evaluating,
     _Route,
     _without_cache,
     silent,
 )
 from scalewright.calibration.plan import LM_HEAD, Plan
-from scalewright.calibration.steps import Unit
+from scalewright.calibration.steps import Unit, is_within
 from scalewright.calibration.taps import See, Tap, tapped
 from scalewright.calibration.targets import Pattern, first_of, resolve_targets
 from scalewright.errors import DataError, ImportanceError, RecipeError, did_you_mean
@@ -93,6 +95,15 @@ class Squares(Calibration):
         Padding does not count, an input that several layers share is squared once, and passes end at the last input
         that is needed. No hook stays behind, whatever happens.
         """
+        if self.weights is not None:
+            try:
+                return self._gather(modules, by_units=True)
+            except MetAgainError:
+                self._num_shown = 0
+        return self._gather(modules, by_units=False)
+
+    def _gather(self, modules: Mapping[str, nn.Module], *, by_units: bool) -> dict[str, tuple[Tensor, int]]:
+        """`by_units`: all batches go through a block before the next, so that each is read once, and given up."""
         sums = {name: _empty_sum(name, module) for name, module in modules.items()}
         taps = [Tap(module, "input", _adding_to(sums[name])) for name, module in modules.items()]
         units = [Unit(name, module, []) for name, module in modules.items()]
@@ -104,22 +115,43 @@ class Squares(Calibration):
             tapped(taps, self._masks),
             _Route(self.model, units).known() as route,
         ):
-            for i in range(len(self.batches)):
+            if by_units:
+                homes = {next((block for block in self.blocks if is_within(name, block)), name) for name in modules}
+                order = [name for name, _ in self.model.named_modules() if name in homes]
+                self._walk([Unit(name, self.model.get_submodule(name), []) for name in order], self._visit(len(order)))
+            for i in range(0 if by_units else len(self.batches)):
                 with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                     self._masks.enter(i)
                     self._forward(i)
         return {name: _total(each) for name, each in sums.items()}
 
+    def _visit(self, passes: int) -> Visit:
+        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int]) -> None:
+            for batch in batches:
+                with self._showing(batch, unit.name, passes=passes):
+                    run(batch)
+
+        return visit
+
 
 def gather_squares(
-    model: nn.Module, modules: Mapping[str, nn.Module], batches: Sequence[Batch], *, on_step: OnStep = silent
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    *,
+    on_step: OnStep = silent,
+    blocks: Sequence[str] = (),
+    **streaming: Any,
 ) -> dict[str, tuple[Tensor, int]]:
-    """Run the batches, and give the sum of x^2 and the number of tokens that each of the modules was given."""
+    """Run the batches, and give the sum of x^2 and the number of tokens that each of the modules was given.
+
+    `streaming` is what `Calibration` needs if the model is not in memory, and `blocks` are what it then goes by.
+    """
 
     def gathering(phase: str, what: str, done: int, total: int) -> None:
         on_step("gathering", what, done, total)
 
-    return Squares(model, [], batches, on_step=gathering).gather(modules)
+    return Squares(model, [], batches, list(blocks), gathering, **streaming).gather(modules)
 
 
 def _empty_sum(name: str, module: nn.Module) -> ImportanceObserver:
@@ -200,11 +232,20 @@ class Gathering:
         return {*self.modules, *self.given}
 
     @contextmanager
-    def standing(self, model: nn.Module, batches: Sequence[Batch], on_step: OnStep = silent) -> Iterator[list[str]]:
+    def standing(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        on_step: OnStep = silent,
+        *,
+        blocks: Sequence[str] = (),
+        **streaming: Any,
+    ) -> Iterator[list[str]]:
         """Gather, and give notes. While inside, importance stands on the modules until it is used; none does after."""
         found = dict(self.given)
         if self.modules:
-            for name, (sum_C, count) in gather_squares(model, self.modules, batches, on_step=on_step).items():
+            squares = gather_squares(model, self.modules, batches, on_step=on_step, blocks=blocks, **streaming)
+            for name, (sum_C, count) in squares.items():
                 found[name] = (self.modules[name], sum_C, count)
         try:
             for module, sum_C, count in found.values():

@@ -42,8 +42,12 @@ class LockStep:
         count: int,
         *,
         entering: Callable[[int], object] = lambda batch: None,
+        leaving: Callable[[Any], object] = lambda arguments: None,
     ) -> None:
-        """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on."""
+        """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on.
+
+        When a pass begins to wait, `leaving` is given what the module that it waits for will be called with.
+        """
         self._modules = modules
         self._places: dict[str, tuple[int, ...]] = {name: (place,) for place, name in enumerate(modules)}
         self._hooks = ExitStack()
@@ -51,6 +55,7 @@ class LockStep:
         self._outside = copy_context()
         self._count = count
         self._entering = entering
+        self._leaving = leaving
         self._passes: dict[int, greenlet] = {}
         self._batches: dict[greenlet, int] = {}
         self._waiting: dict[int, str] = {}
@@ -93,6 +98,10 @@ class LockStep:
     def rehearse(self, batch: int) -> None:
         """Run the module that a batch waits for on copies of its arguments, hooks included; the batch waits on."""
         self._switch(batch, "rehearse")
+
+    def is_waiting(self, batch: int) -> bool:
+        """Whether a pass has begun and not ended."""
+        return batch in self._waiting
 
     def arguments(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module that a batch waits for is about to be given."""
@@ -148,6 +157,7 @@ class LockStep:
             if batch is None or batch in self._rehearsing or here.parent is None:
                 return
             self._waiting[batch], self._arguments[batch] = name, (args, keywords)
+            self._leaving((args, keywords))
             while here.parent.switch() == "rehearse":
                 self._rehearsing.add(batch)
                 try:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
 from scalewright.calibration.lockstep import Enough, LockStep, copied
+from scalewright.calibration.scratch import WaitingRoom
 from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
@@ -36,6 +37,7 @@ from scalewright.observers.fusion import fuse_weight_observers
 PIPELINES = ("auto", "data_free", "basic", "sequential")
 
 Batch = Mapping[str, Any]
+Visit = Callable[[Unit, Callable[[int], None], Sequence[int]], None]
 OnStep = Callable[[str, str, int, int], None]
 """What is being done, to what, how many of how many are done. Calibrating counts tokens, quantising counts layers."""
 
@@ -67,6 +69,22 @@ class Keeper(Protocol):
     def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Put the tensors of a finished layer away, and give what stands for them."""
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Layers that were finished are not finished after all."""
+
+
+class Weights(Protocol):
+    """Who has the weights of a model that is not in memory: `checkpoint.shelf.Shelf`."""
+
+    def fetch(self, module: nn.Module) -> None:
+        """Make a module ready to run: finished layers in it get their numbers again."""
+
+    def finished(self, layer: WatchedLayer, tensors: Mapping[str, Tensor]) -> None:
+        """A layer has been finished, and its tensors are kept."""
+
+    def give_up(self) -> None:
+        """Nothing is needed in memory for now."""
+
 
 @dataclass
 class Calibration:
@@ -79,6 +97,10 @@ class Calibration:
     on_step: OnStep = silent
     journal: Keeper | None = None
     """Keeps finished layers, and has those that an earlier run has finished."""
+    weights: Weights | None = None
+    """Has the weights, if they are not in memory. Blocks are run one after the other then, and given up when done."""
+    waiting_room: WaitingRoom | None = None
+    """Where passes leave what they need later, if that is not to be in memory."""
 
     def __post_init__(self) -> None:
         self._masks = Masks(self.model, self.batches)
@@ -90,7 +112,8 @@ class Calibration:
         owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
         for layer in self.layers:
             weight = getattr(layer.module, "weight", None)
-            layer.has_weight_alone = isinstance(weight, Tensor) and owners[weight.data_ptr()] == 1
+            is_alone = isinstance(weight, Tensor) and owners[weight.data_ptr()] == 1
+            layer.has_weight_alone = is_alone and self.weights is None  # a file has it, too
         parameters = inspect.signature(self.model.forward).parameters
         self._takes_masks = "attention_mask" in parameters or any(
             each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters.values()
@@ -99,6 +122,8 @@ class Calibration:
     def run(self, pipeline: str) -> list[QuantizedLayer]:
         """Quantise all layers. No hook and no observer stays behind, whatever happens."""
         run = {"data_free": self._data_free, "basic": self._basic, "sequential": self._sequential}[pipeline]
+        for layer in self.layers:
+            layer.keeps_weight = self.weights is None or pipeline == "sequential"
         with torch.no_grad(), _evaluating(self.model), _without_cache(self.model), self._masks.following():
             done = {layer.name: layer for layer in run()}
         return [done[layer.name] for layer in self.layers]
@@ -106,10 +131,19 @@ class Calibration:
     # ---- the three of them -------------------------------------------------------------------------------------------
 
     def _data_free(self) -> list[QuantizedLayer]:
-        with self._watched(self.layers, self.model):
-            return self._finish(self.layers)
+        return [layer for unit in units_of(self.model, self.layers, self.blocks) for layer in self._alone(unit)]
+
+    def _alone(self, unit: Unit) -> list[QuantizedLayer]:
+        """Quantise a unit that nobody will look at again."""
+        with self._watched(unit.layers, unit.module):
+            return self._finish(unit.layers)
 
     def _basic(self) -> list[QuantizedLayer]:
+        if self.weights is not None:
+            try:
+                return self._basic_by_units()
+            except MetAgainError:  # only when all passes have ended is all known that there is to see
+                self._num_shown = self._num_quantised = 0
         with self._watched(self.layers, self.model):
             groups = [group for group in _sharing_a_scale(self.layers) if not self._is_done(group)]
             todo = [layer for group in groups for layer in group]
@@ -121,6 +155,82 @@ class Calibration:
                         self._forward(i)
             return self._finish(self.layers)
 
+    def _basic_by_units(self) -> list[QuantizedLayer]:
+        """The same, with all batches brought through a unit before the next: each is read once, and given up."""
+        units = units_of(self.model, self.layers, self.blocks)
+        done: list[QuantizedLayer] = []
+        now: list[WatchedLayer] = []
+
+        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int]) -> None:
+            todo = [] if self._is_done(unit.layers) else unit.layers
+            now.extend(layer for layer in todo if not self._is_done([layer]))
+            with self._watched(unit.layers, unit.module):
+                with self._tapped(todo):
+                    for batch in batches:
+                        with self._showing(batch, unit.name, passes=len(units)):
+                            run(batch)
+                done.extend(self._finish(unit.layers))
+
+        last = max((place for place, unit in enumerate(units) if not self._is_done(unit.layers)), default=-1)
+        try:
+            unseen = self._walk(units[: last + 1], visit)
+        except MetAgainError:
+            assert self.journal is not None
+            self.journal.forget(layer.name for layer in now)
+            for layer in (layer for layer in self.layers if layer.name in {each.name for each in done}):
+                layer.undo()
+            raise
+        return done + [layer for unit in (*unseen, *units[last + 1 :]) for layer in self._alone(unit)]
+
+    def _walk(self, units: Sequence[Unit], visit: Visit) -> list[Unit]:
+        """Bring all batches through the units, one unit after the other; the units that no batch came to.
+
+        `visit` is given a unit, what runs it on a batch, and the batches that wait for it, all of which it has to run.
+        """
+        left = {unit.name: unit for unit in units}
+        modules = {unit.name: unit.module for unit in units}
+        lockstep = self._lockstep(modules, self._forward, len(self.batches))
+        met: dict[int, list[str]] = {batch: [] for batch in range(len(self.batches))}
+        with lockstep.running():
+            for name, batches in lockstep.steps() if units else ():
+                unit = left.pop(name, None)
+                if unit is None:
+                    raise MetAgainError
+                for batch in batches:
+                    met[batch].append(name)
+                if left:
+                    visit(unit, lockstep.go_on, batches)
+                    self._give_up()
+                    continue
+                with ExitStack() as stack:
+                    alike = [batch for batch in batches if met[batch] == met[batches[0]]]
+                    visit(unit, self._run_of_last(unit, lockstep, stack, alike), batches)
+                break
+        self._give_up()
+        return list(left.values())
+
+    def _run_of_last(
+        self, unit: Unit, lockstep: LockStep, stack: ExitStack, alike: Sequence[int]
+    ) -> Callable[[int], None]:
+        """What runs the last unit on a batch.
+
+        The first one that is run goes on to its end, which shows whether a unit is met again. Those that went the same
+        way so far (`alike`) go as far as they are needed.
+        """
+        alone = [Unit(layer.name, layer.module, [layer]) for layer in unit.layers]
+        routes: list[_Route] = []
+
+        def run(batch: int) -> None:
+            goes_on = not routes or batch not in alike
+            if not routes:  # by now the hooks are there that show values
+                routes.append(stack.enter_context(_Route(self.model, alone).known()))
+            with routes[0].travelled(to_its_end=goes_on):
+                (lockstep.go_on if goes_on else lockstep.rehearse)(batch)
+            if goes_on and lockstep.is_waiting(batch):
+                raise MetAgainError
+
+        return run
+
     def _sequential(self) -> list[QuantizedLayer]:
         whole = units_of(self.model, self.layers, self.blocks)
         left = {unit.name: unit for unit in whole}
@@ -129,11 +239,8 @@ class Calibration:
         count = len(self.batches)
         streams = 2 if any(layer.wants_unquantised for layer in self.layers) else 1
         modules = {unit.name: unit.module for unit in whole}
-        lockstep = LockStep(
-            modules,
-            lambda number: self._forward(number % count, is_copied=streams > 1),
-            streams * count,
-            entering=self._masks.enter,
+        lockstep = self._lockstep(
+            modules, lambda number: self._forward(number % count, is_copied=streams > 1), streams * count
         )
 
         def calibrated(unit: Unit, batches: Sequence[int]) -> None:
@@ -145,6 +252,10 @@ class Calibration:
         with lockstep.running():
             for name, batches in lockstep.steps():
                 unit, waiting = left.pop(name, None), batches
+                if name in modules:  # a block, and no step of one
+                    self._give_up()
+                    if self.weights is not None:
+                        self.weights.fetch(modules[name])
                 steps = [] if unit is None else steps_of(self.model, unit, partial(lockstep.rehearse, batches[0]))
                 if unit is None:
                     if name in units:
@@ -159,8 +270,10 @@ class Calibration:
                     break
                 for batch in waiting:
                     lockstep.go_on(batch)
+        self._give_up()
         for unit in list(left.values()):  # no batch came by
             calibrated(unit, ())
+            self._give_up()
         _note_shared(units, done, is_made_up_for=streams > 1)
         return [layer for layers in done.values() for layer in layers]
 
@@ -243,6 +356,15 @@ class Calibration:
         self._num_shown += share * self._tokens[batch]
         self.on_step("calibrating", what, round(self._num_shown), total)
 
+    def _lockstep(self, modules: Mapping[str, nn.Module], forward: Callable[[int], Any], count: int) -> LockStep:
+        room = self.waiting_room
+        leaving = {} if room is None else {"leaving": room.take}
+        return LockStep(modules, forward, count, entering=self._masks.enter, **leaving)
+
+    def _give_up(self) -> None:
+        if self.weights is not None:
+            self.weights.give_up()
+
     def _forward(self, batch: int, *, is_copied: bool = False) -> None:
         inputs: dict[str, Any] = dict(self.batches[batch])
         if is_copied:  # a batch that is run twice must not be changed in place the first time
@@ -267,9 +389,13 @@ class Calibration:
                 finished = layer.finish()
                 if self.journal is not None:
                     finished.compressed = self.journal.keep(layer.name, finished.compressed, finished.record())
+                if self.weights is not None:
+                    self.weights.finished(layer, finished.compressed)
                 done.append(finished)
                 self._num_quantised += 1
                 self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
+            if not group[0].keeps_weight:
+                self._give_up()
         return done
 
     def _is_done(self, layers: Iterable[WatchedLayer]) -> bool:
@@ -280,8 +406,14 @@ class Calibration:
     def _restored(self, layer: WatchedLayer, journal: Keeper) -> QuantizedLayer:
         self._num_quantised += 1
         restored = layer.restore(journal.part(layer.name), journal.record(layer.name))
+        if self.weights is not None:
+            self.weights.finished(layer, restored.compressed)
         self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
         return restored
+
+
+class MetAgainError(Exception):
+    """A unit was met again after all batches had been brought through it."""
 
 
 def _sharing_a_scale(layers: Sequence[WatchedLayer]) -> list[list[WatchedLayer]]:
@@ -311,6 +443,7 @@ class _Route:
         self._units = units
         self._now: list[tuple[int, str]] = []
         self._first: list[tuple[int, str]] | None = None
+        self._may_end = True
 
     @contextmanager
     def known(self) -> Iterator[_Route]:
@@ -324,9 +457,9 @@ class _Route:
             yield self
 
     @contextmanager
-    def travelled(self) -> Iterator[None]:
-        """Inside a pass is run, as far as it is needed."""
-        self._now = []
+    def travelled(self, *, to_its_end: bool = False) -> Iterator[None]:
+        """Inside a pass is run, as far as it is needed, or to its end."""
+        self._now, self._may_end = [], not to_its_end
         with suppress(Enough):
             yield
         if self._first is None and {number for number, _ in self._now} == set(range(len(self._units))):
@@ -335,7 +468,7 @@ class _Route:
     def _at(self, place: tuple[int, str]) -> Callable[..., None]:
         def pass_by(*_: Any) -> None:
             self._now.append(place)
-            if self._now == self._first:
+            if self._may_end and self._now == self._first:
                 raise Enough
 
         return pass_by

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,13 @@ class Journal:
         self._sync_now_and_then(file)
         return Part(file)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Layers that were finished are not finished after all."""
+        names = [name for name in names if name in self.entries]
+        self._append({"forget": names})
+        for name in names:
+            del self.entries[name]
+
     def has(self, name: str) -> bool:
         """Whether a layer was finished before."""
         return name in self.entries
@@ -97,6 +104,13 @@ class Journal:
             self.out.rename(old)
         draft.rename(self.out)
         shutil.rmtree(self.folder)
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        """What a line of an earlier run says."""
+        if "layer" in entry:
+            self.entries[entry["layer"]] = entry
+        for name in entry.get("forget", []):
+            self.entries.pop(name, None)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with (self.folder / _JOURNAL).open("a", encoding="utf-8") as opened:
@@ -136,7 +150,9 @@ def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterat
             journal._append({"fingerprint": dict(fingerprint)})
         else:
             _compare(folder, entries[0].get("fingerprint", {}), fingerprint)
-            journal = Journal(folder, out, {each["layer"]: each for each in entries[1:]})
+            journal = Journal(folder, out)
+            for entry in entries[1:]:
+                journal._take(entry)
             journal._number = len(entries) - 1
         try:
             yield journal

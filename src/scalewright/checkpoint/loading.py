@@ -67,6 +67,14 @@ def load_model(
     return loaded if device is None else loaded.to(device)
 
 
+def load_quantized(folder: Path) -> nn.Module:
+    """A checkpoint that was written here, as transformers reads it."""
+    auto = _auto_for(transformers.AutoConfig.from_pretrained(folder))
+    with without_bars():
+        loaded: nn.Module = auto.from_pretrained(folder, dtype="auto")
+    return loaded
+
+
 def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
     """The model that a path or hub name stands for, without its weights."""
     try:
@@ -147,11 +155,16 @@ def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{model}: is quantised already. Give the original.")
+    return config, _auto_for(config)
+
+
+def _auto_for(config: Any) -> Any:
+    """The class that loads models of a configuration."""
     if getattr(config, "is_encoder_decoder", False):
-        return config, transformers.AutoModelForSeq2SeqLM
+        return transformers.AutoModelForSeq2SeqLM
     if hasattr(config, "vision_config"):
-        return config, transformers.AutoModelForImageTextToText
-    return config, transformers.AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _cannot_load(model: str | Path, error: Exception) -> ModelError:

@@ -31,8 +31,11 @@ _SHARD_BYTES = 5 * 10**9
 _STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
 
 
-def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
-    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to."""
+def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> Path:
+    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
+
+    Gives the folder that is there already, on whose disk it will be.
+    """
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path}: is a file. Give a folder.")
     if path.exists() and any(path.iterdir()) and not overwrite:
@@ -48,6 +51,7 @@ def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
             f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. "
             "Make room, or give another folder."
         )
+    return parent
 
 
 def save_checkpoint(
@@ -58,15 +62,16 @@ def save_checkpoint(
     keep: Callable[[QuantizedLayer], Part],
     files: Mapping[str, str],
     companions: Iterable[Any] = (),
+    place_of: Callable[[Tensor], TensorAt | None] = lambda tensor: None,
 ) -> None:
     """Write `model`, whose `layers` are quantised, to the empty folder `draft`.
 
     `keep` gives the file with the tensors of a layer; `companions` are a tokenizer and the like, `files` are texts to
-    write beside.
+    write beside. `place_of` says of a tensor where it lies in a file, if it does; it is copied from there.
     """
     with without_bars():
-        # transformers knows by which names a model is stored. It is given stand-ins for all that is quantised.
-        state, stored = _with_stand_ins(model, layers, keep)
+        # transformers knows by which names a model is stored. It is given stand-ins for all that is in files already.
+        state, stored = _with_stand_ins(model, layers, keep, place_of)
         if isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
@@ -83,19 +88,33 @@ def save_checkpoint(
 
 
 def _with_stand_ins(
-    model: nn.Module, layers: Iterable[QuantizedLayer], keep: Callable[[QuantizedLayer], Part]
+    model: nn.Module,
+    layers: Iterable[QuantizedLayer],
+    keep: Callable[[QuantizedLayer], Part],
+    place_of: Callable[[Tensor], TensorAt | None],
 ) -> tuple[dict[str, Tensor], list[TensorAt]]:
-    """The state of a model, and where the tensors of quantised layers are that stand-ins in it stand for."""
+    """The state of a model, and where the tensors are that stand-ins in it stand for."""
     state: dict[str, Tensor] = dict(model.state_dict())
     stored: list[TensorAt] = []
+
+    def stand_in(place: TensorAt) -> Tensor:
+        stored.append(place)
+        return torch.full(_STAND_IN, len(stored) - 1, dtype=torch.int64)
+
     for layer in layers:
         if not layer.compressed:
             continue
         for name in [name for name in state if name.rpartition(".")[0] == layer.name]:
             del state[name]
         for name, place in keep(layer).places.items():
-            state[f"{layer.name}.{name}"] = torch.full(_STAND_IN, len(stored), dtype=torch.int64)
-            stored.append(place)
+            state[f"{layer.name}.{name}"] = stand_in(place)
+    by_place: dict[TensorAt, Tensor] = {}  # a tensor that is there by two names is one
+    for name, tensor in state.items():
+        place_in_file = place_of(tensor)
+        if place_in_file is not None:
+            if place_in_file not in by_place:
+                by_place[place_in_file] = stand_in(place_in_file)
+            state[name] = by_place[place_in_file]
     return state, stored
 
 

@@ -20,6 +20,7 @@ from scalewright.cli.options import (
     Split,
     Tokenizer,
     recipe_option,
+    run_option,
     with_job,
 )
 from scalewright.cli.progress import progress_shown
@@ -43,6 +44,10 @@ def quantize(
     seed: Seed = 0,
     moe_calibrate_all_experts: AllExperts = True,
     device: Device = None,
+    max_memory: Annotated[
+        str | None,
+        run_option(help="Memory that the run may take, such as 8GB.", show_default="nine tenths of what is free"),
+    ] = None,
     print_recipe: Annotated[
         bool, recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
     ] = False,
@@ -81,6 +86,7 @@ def quantize(
             strict=job.strict,
             overwrite=overwrite,
             restart=restart,
+            max_memory=max_memory,
             seed=seed,
             on_step=on_step,
         )

@@ -6,6 +6,7 @@ the model in memory and the checkpoint are the same numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class WatchedLayer:
         self.observers: dict[str, Observer] = {}
         self.has_weight_alone = False
         """Whether no other parameter is the same memory, so that it may be written to."""
+        self.keeps_weight = True
+        """Whether its weight becomes what will be read back. Where nobody will look at it, that is time lost."""
         self.is_called_again = False
         """Whether it is known that a pass comes to it more than once."""
         self._sample: list[Tensor] = []
@@ -218,15 +221,35 @@ class WatchedLayer:
     def restore(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
         """What `finish` made of the layer in an earlier run, from what was kept of it."""
         initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
-        for name, parameter in self.module.named_parameters(recurse=False):
+        self.refill(tensors, is_weight_wanted=self.keeps_weight)
+        self.module.quantization_status = QuantizationStatus.DECOMPRESSED
+        return self._from_record(tensors, record)
+
+    @torch.no_grad()
+    def refill(self, tensors: Mapping[str, Tensor], *, is_weight_wanted: bool = True) -> None:
+        """Give the module of a finished layer its numbers again, of which it may have been emptied."""
+        for name, parameter in list(self.module.named_parameters(recurse=False)):
             if name in tensors and name != "weight" and tensors[name].shape == parameter.shape:
-                parameter.data.copy_(tensors[name])
-        if self.scheme.weights is not None:
+                value = tensors[name].to(self.weight.device, parameter.dtype, copy=True)
+                setattr(self.module, name, nn.Parameter(value, requires_grad=False))
+        if self.scheme.weights is not None and is_weight_wanted:
             target = self._weight_to_write()
             target.detach().copy_(read_back(tensors, self.scheme, self.format))
             self.module.weight = target.requires_grad_(False)
-        self.module.quantization_status = QuantizationStatus.DECOMPRESSED
-        return self._from_record(tensors, record)
+
+    def undo(self) -> None:
+        """Make the module of a finished layer, which was emptied, what it was before."""
+        for name in [name for name, each in self.module.named_parameters(recurse=False) if _QPARAM.match(name)]:
+            delattr(self.module, name)
+        for name in ("quantization_scheme", "quantization_status", "forward"):
+            vars(self.module).pop(name, None)
+
+    def empty(self, weight: nn.Parameter) -> None:
+        """Take the numbers of a finished layer off its module, which gets this weight."""
+        for name, parameter in list(self.module.named_parameters(recurse=False)):
+            if name.startswith("weight_"):
+                setattr(self.module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+        self.module.weight = weight
 
     def _from_record(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
         figures = {name: record[name] for name in _FIGURES}
@@ -267,8 +290,9 @@ class WatchedLayer:
         args = self.scheme.weights
         assert args is not None
         original = self.weight.detach()
-        target = self._weight_to_write()
+        target = self._weight_to_write() if self.keeps_weight or self._sample else None
         some = some_rows(original)
+        some_as_restored: list[Tensor] = []
         some_as_meant = self.target[some].to(original.dtype)
         noise = Noise()
         state = dict(get_direct_state_dict(self.module))
@@ -278,12 +302,16 @@ class WatchedLayer:
         def take(rows: slice, restored: Tensor) -> None:
             restored = restored.to(original.dtype)
             noise.add(original[rows], restored)
-            target.detach()[rows] = restored
+            begin, end, _ = rows.indices(len(original))
+            some_as_restored.append(restored[some[(some >= begin) & (some < end)] - begin])
+            if target is not None:
+                target.detach()[rows] = restored
 
         layer.compressed = store(state, self.scheme, self.format, take)
-        self.module.weight = target.requires_grad_(False)
+        if target is not None:
+            self.module.weight = target.requires_grad_(False)
         layer.weight_db = noise.decibels
-        sample = Sample(some_as_meant, target.detach()[some], args, importance, global_scale, self.hessian)
+        sample = Sample(some_as_meant, torch.cat(some_as_restored), args, importance, global_scale, self.hessian)
         layer.gain_db = sample.gain_over_minmax()
         layer.above_optimum = sample.above_optimum()
 
@@ -364,6 +392,7 @@ class WatchedAttention(WatchedLayer):
         self._model = model
         self._base_names = ("q", "k", "v") if queries else ("k", "v")
         self._undo = ExitStack()
+        self._unfinished = ExitStack()
 
     @override
     def new_observers(self) -> dict[str, Observer]:
@@ -418,12 +447,18 @@ class WatchedAttention(WatchedLayer):
         self._freeze()
         return self._from_record(tensors, record)
 
+    @override
+    def undo(self) -> None:
+        super().undo()
+        self._unfinished.close()
+
     def _freeze(self) -> None:
         self.module.quantization_status = QuantizationStatus.FROZEN
-        self._undo.pop_all()
+        self._unfinished = self._undo.pop_all()
 
 
 _ACTIVATIONS = {"input", "output"}
+_QPARAM = re.compile(r"(weight|input|output|q|k|v)_(scale|zero_point|global_scale|g_idx)$")
 
 
 def _as_before(model: nn.Module, attention: nn.Module) -> ExitStack:
@@ -435,7 +470,8 @@ def _as_before(model: nn.Module, attention: nn.Module) -> ExitStack:
 
     def undo() -> None:
         for key in set(attention._forward_pre_hooks) - hooks:
-            del attention._forward_pre_hooks[key], attention._forward_pre_hooks_with_kwargs[key]
+            del attention._forward_pre_hooks[key]
+            attention._forward_pre_hooks_with_kwargs.pop(key, None)
         for name in missing:
             attention._modules.pop(name, None)
         config: Any = getattr(model, "config", None)

@@ -1,0 +1,55 @@
+"""The weights of a model that is not in memory: fetched when their block's turn comes, given up when it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from scalewright.checkpoint.mapped import MappedFiles
+from scalewright.modifiers.layers import WatchedLayer
+
+
+class Shelf:
+    """The weights of a model whose parameters lie in mapped files.
+
+    What is read becomes memory by itself. What has to be kept track of are finished layers: their weights are others,
+    and in memory, while data flows through them.
+    """
+
+    def __init__(self, model: nn.Module, files: MappedFiles) -> None:
+        self._files = files
+        self._homes = {module: _weight(module) for module in model.modules()}
+        self._here: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
+        self._away: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
+
+    def fetch(self, module: nn.Module) -> None:
+        """Make a module ready to run: finished layers in it get their numbers again."""
+        for each in module.modules():
+            if each in self._away:
+                self._here[each] = layer, tensors = self._away.pop(each)
+                layer.refill(tensors)
+
+    def finished(self, layer: WatchedLayer, tensors: Mapping[str, Tensor]) -> None:
+        """A layer has been finished, and its tensors are kept."""
+        if layer.scheme.weights is not None:
+            self._here[layer.module] = (layer, tensors)
+            self._files.give_back([self._home(layer.module)])
+
+    def give_up(self) -> None:
+        """Nothing is needed in memory for now."""
+        for module, (layer, tensors) in self._here.items():
+            layer.empty(self._home(module))
+            self._away[module] = (layer, tensors)
+        self._here.clear()
+        self._files.give_back_all()
+
+    def _home(self, module: nn.Module) -> nn.Parameter:
+        home = self._homes[module]
+        assert home is not None
+        return home
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else None

@@ -1,0 +1,262 @@
+"""A model that is given by its path is never in memory as a whole, and the checkpoint is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from e2e.read_back import log_probs, some_ids
+from scalewright import oneshot
+from scalewright import oneshot as oneshot_function
+from scalewright.calibration.scratch import Scratch, WaitingRoom
+from scalewright.checkpoint.loading import load_model
+from scalewright.checkpoint.mapped import MappedFiles, can_map
+from scalewright.checkpoint.memory import in_bytes, room_for_activations
+from scalewright.errors import RecipeError
+
+pytestmark = pytest.mark.skipif(not can_map(), reason="only Linux tells what is mapped")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+IDS = some_ids(rows=12)
+
+
+def written(folder: Path, kind: str) -> Path:
+    """A model on disk: in several files or in one, in several dtypes, tied or not, with experts or without."""
+    torch.manual_seed(0)
+    if kind == "experts":
+        config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SIZES)
+        MixtralForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="300KB")
+    elif kind == "tied":
+        LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SIZES)).half().save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {kind: written(tmp_path_factory.mktemp(kind), kind) for kind in ("shards", "tied", "experts")}
+
+
+def modifier(name: str, **fields: object) -> dict[str, object]:
+    return {"modifiers": {name: fields}}
+
+
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+STAGES = {
+    "first_stage": {"first_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*mlp.*proj"]}}},
+    "second_stage": {
+        "second_modifiers": {
+            "GPTQModifier": {"config_groups": {"group_0": {"weights": W4, "targets": ["re:.*self_attn.*proj"]}}}
+        }
+    },
+}
+GATHERED = {
+    "modifiers": {
+        "IMatrixGatherer": {"ignore": ["lm_head"]},
+        "QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"], "weight_observer": "imatrix_mse"},
+    }
+}
+CASES = {
+    "data-free": ("shards", {"scheme": "W4A16", "quality": "fast"}),
+    "data-free experts": ("experts", {"scheme": "FP8_DYNAMIC"}),
+    "importance": ("tied", {"scheme": "W4A16", "dataset": IDS}),
+    "scales that layers in different files share": ("shards", {"scheme": "NVFP4", "dataset": IDS}),
+    "experts": ("experts", {"scheme": "W4A16", "dataset": IDS}),
+    "static": ("shards", {"scheme": "W8A8", "dataset": IDS}),
+    "one after the other": ("tied", {"scheme": "W8A8", "dataset": IDS, "pipeline": "sequential"}),
+    "gptq": ("shards", {"scheme": "W4A16", "quality": "best", "dataset": IDS}),
+    "gptq of experts": ("experts", {"scheme": "W4A16", "quality": "best", "dataset": IDS}),
+    "two stages": ("shards", {"recipe": STAGES, "dataset": IDS}),
+    "gathered before": ("shards", {"recipe": GATHERED, "dataset": IDS}),
+    "kv cache": (
+        "tied",
+        {
+            "recipe": modifier(
+                "QuantizationModifier",
+                scheme="FP8",
+                ignore=["lm_head"],
+                kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+            ),
+            "dataset": IDS,
+        },
+    ),
+    "one block alone": (
+        "shards",
+        {"recipe": modifier("QuantizationModifier", scheme="W8A8", targets=["re:.*layers.1.*proj"]), "dataset": IDS},
+    ),
+    "experts stay": (
+        "experts",
+        {"recipe": modifier("QuantizationModifier", scheme="W8A16", targets=["re:.*self_attn.*proj"])},
+    ),
+    "embeddings": (
+        "tied",
+        {"recipe": modifier("QuantizationModifier", scheme="W8A16", targets=["Linear", "Embedding"])},
+    ),
+    "another dtype": ("shards", {"scheme": "W8A8", "dataset": IDS, "dtype": "bfloat16"}),
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_checkpoint_is_that_of_a_model_in_memory(case, models, tmp_path):
+    kind, given = CASES[case]
+    oneshot(models[kind], output_dir=tmp_path / "streamed", **given)
+    in_memory = load_model(models[kind], dtype=given.get("dtype", "auto"))
+    oneshot(in_memory, output_dir=tmp_path / "whole", **{key: given[key] for key in given if key != "dtype"})
+    streamed, whole = contents(tmp_path / "streamed"), contents(tmp_path / "whole")
+    assert streamed.keys() == whole.keys()
+    assert [name for name in whole if streamed[name] != whole[name]] == []
+
+
+@pytest.mark.parametrize("case", ["importance", "one after the other", "gptq"])
+def test_what_flows_between_blocks_may_lie_in_a_file(case, models, tmp_path, monkeypatch):
+    rooms = []
+    made = oneshot_function.__globals__["WaitingRoom"]
+    monkeypatch.setitem(
+        oneshot_function.__globals__, "WaitingRoom", lambda *args: rooms.append(made(*args)) or rooms[-1]
+    )
+    monkeypatch.setattr("scalewright.calibration.scratch._SMALL", 1)
+    kind, given = CASES[case]
+    oneshot(models[kind], output_dir=tmp_path / "in memory", batch_size=3, **given)
+    assert rooms[0].num_placed == 0
+    oneshot(models[kind], output_dir=tmp_path / "in files", max_memory="1KB", batch_size=3, **given)
+    assert rooms[1].room == 0 and rooms[1].num_placed > 10
+    assert contents(tmp_path / "in memory") == contents(tmp_path / "in files")
+
+
+def test_nothing_of_the_model_stays_in_memory(models, tmp_path):
+    result = oneshot(models["shards"], scheme="W4A16", quality="best", dataset=IDS, output_dir=tmp_path / "out")
+    assert result.files is not None
+    for module in result.in_memory.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            assert result.files.place_of(module.weight) is not None
+            assert module.weight_scale.device.type == "meta"
+
+
+def test_the_model_of_the_result_is_what_was_written(models, tmp_path):
+    result = oneshot(models["shards"], scheme="W8A16", output_dir=tmp_path / "out")
+    in_memory = oneshot(load_model(models["shards"]), scheme="W8A16").model
+    ids = torch.tensor(some_ids(seed=2))
+    torch.testing.assert_close(log_probs(result.model, ids), log_probs(in_memory, ids), rtol=0, atol=1e-4)
+    assert result.model is result.model
+
+
+def test_the_files_of_the_model_are_not_changed(models, tmp_path):
+    before = contents(models["experts"])
+    oneshot(models["experts"], scheme="W4A16", quality="best", dataset=IDS, output_dir=tmp_path / "out")
+    assert contents(models["experts"]) == before
+
+
+def test_a_model_that_somebody_else_has_loaded_stays_as_it_is(models, tmp_path):
+    theirs = load_model(models["shards"])
+    with torch.no_grad():
+        for each in theirs.parameters():
+            each.mul_(2)
+    before = {name: each.clone() for name, each in theirs.state_dict().items()}
+    oneshot(models["shards"], scheme="FP8_DYNAMIC", output_dir=tmp_path / "out")
+    for name, each in theirs.state_dict().items():
+        assert torch.equal(each, before[name]), name
+
+
+def test_nothing_is_left_beside_the_output(models, tmp_path):
+    oneshot(models["experts"], scheme="FP8_DYNAMIC", output_dir=tmp_path / "out", max_memory=0)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_in_files_are_the_same_tensors(tmp_path):
+    room = WaitingRoom(Scratch(tmp_path), 0)
+    value = torch.randn(128, 256)
+    before, seen_elsewhere = value.clone(), [value]
+    room.take(({"hidden": value}, 3))
+    room.take(value)
+    assert room.num_placed == 1 and torch.equal(value, before) and seen_elsewhere[0] is value
+    value += 1  # what is written to it stays, though its memory is given back
+    room.take(value)
+    assert torch.equal(value, before + 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_used_first_and_again(tmp_path):
+    one = torch.zeros(64, 1024)
+    room = WaitingRoom(Scratch(tmp_path), 2 * one.nbytes)
+    room.take([one, torch.zeros(64, 1024)])  # the second dies at once
+    other = torch.zeros(64, 1024)
+    room.take(other)
+    assert room.num_placed == 0
+    another = torch.zeros(64, 1024)
+    room.take((one, other, another))
+    assert room.num_placed == 1
+
+
+@pytest.mark.parametrize("kind", ["a view", "a parameter", "small"])
+def test_what_others_may_have_stays_where_it_is(kind, tmp_path):
+    whole = torch.zeros(1024, 1024)
+    value = {"a view": whole[:512], "a parameter": torch.nn.Parameter(whole), "small": torch.zeros(8)}[kind]
+    pointer, room = value.data_ptr(), WaitingRoom(Scratch(tmp_path), 0)
+    room.take(value)
+    assert value.data_ptr() == pointer and room.num_placed == 0
+
+
+def test_tensors_of_files_are_known_by_their_place(models):
+    files = MappedFiles(Scratch(models["shards"]))
+    with files.catching():
+        model = load_model(models["shards"])
+    index = json.loads((models["shards"] / "model.safetensors.index.json").read_text())["weight_map"]
+    for name, each in model.named_parameters():
+        place = files.place_of(each)
+        assert place is not None and place.file.name == index[name]
+        assert place.read() == each.detach().numpy().tobytes()
+    whole = model.model.layers[0].mlp.up_proj.weight
+    assert files.place_of(whole[:8]) is None and files.place_of(whole.T) is None
+    assert files.place_of(whole.detach().clone()) is None
+
+
+def test_memory_comes_back_as_the_file_has_it(models):
+    files = MappedFiles(Scratch(models["shards"]))
+    with files.catching():
+        model = load_model(models["shards"])
+    weight = model.model.layers[1].mlp.down_proj.weight.detach()
+    before = weight.clone()
+    weight.zero_()
+    files.give_back([weight])
+    pages = weight.view(-1)[4096:-4096]  # the first and the last page may hold others, too
+    assert torch.equal(pages, before.view(-1)[4096:-4096])
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("8GB", 8 * 10**9), ("512MiB", 512 * 2**20), ("1.5g", 1_500_000_000), ("123", 123), (77, 77), (None, None)],
+)
+def test_sizes(size, expected):
+    assert in_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ["much", "8XB", "-1GB", ""])
+def test_what_is_no_size(size, models, tmp_path):
+    with pytest.raises(RecipeError, match=f"^max_memory: '{size}' is no size. Write it as 8GB or 512MiB.$"):
+        oneshot(models["shards"], scheme="W8A16", max_memory=size, output_dir=tmp_path / "out")
+
+
+def test_room_is_what_blocks_leave():
+    assert room_for_activations(0, 10**6) == 0
+    assert room_for_activations(10**12, 10**9) - room_for_activations(10**12, 2 * 10**9) == pytest.approx(2e9, rel=0.05)
+    assert room_for_activations(None, 0) > 0
