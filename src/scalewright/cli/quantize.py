@@ -37,6 +37,7 @@ def quantize(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")
     ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write report.html, too: where the error lives.")] = False,
     column: DataColumn = None,
     split: Split = "train",
     pack: Pack = None,
@@ -56,6 +57,7 @@ def quantize(
     """Quantise a model and write the checkpoint."""
     from scalewright.oneshot import oneshot
     from scalewright.recipe import Recipe
+    from scalewright.report.page import write_report
 
     if print_recipe:
         with failing_politely():
@@ -90,10 +92,13 @@ def quantize(
             seed=seed,
             on_step=on_step,
         )
+        page = write_report(out, seconds=result.seconds) if report else None
     if as_json:
-        print(json.dumps({**result.to_dict(), "out": str(out)}))
+        print(json.dumps({**result.to_dict(), "out": str(out)} | ({} if page is None else {"report": str(page)})))
         return
     out_console.print(layers_table(result.to_dict()["layers"]))
     tell(result.notes)
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
     say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
+    if page is not None:
+        say(f"{page} is written.")
