@@ -191,9 +191,8 @@ def oneshot(
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
-    bytes_before = sum(each.numel() * each.element_size() for each in loaded.parameters())
     torch.manual_seed(seed)
-    notes, layers, samples = _Notes(strict), list[QuantizedLayer](), None
+    notes, layers, samples, bytes_before = _Notes(strict), list[QuantizedLayer](), None, _bytes_of(loaded)
     stages = [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):
@@ -301,6 +300,10 @@ def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_
     return {"weights": Shelf(model, files), "waiting_room": WaitingRoom(files.scratch, room)}
 
 
+def _bytes_of(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
 def _gathered(notes: Iterator[str]) -> list[str]:
     """Notes that say the same of several layers become one."""
     by_text: dict[str, list[str]] = {}
@@ -324,6 +327,7 @@ def _row(layer: QuantizedLayer) -> dict[str, Any]:
         "weight_db": layer.weight_db,
         "gain_db": layer.gain_db,
         "output_db": layer.output_db,
+        "dynamic_db": layer.dynamic_db,
         "above_optimum": layer.above_optimum,
         "num_tokens": layer.num_tokens,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from scalewright.cli.options import (
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, layers_table, out_console, say, tell
 from scalewright.errors import RecipeError
+
+if TYPE_CHECKING:
+    from scalewright.oneshot import Result
 
 
 @app.command()
@@ -57,7 +60,6 @@ def quantize(
     """Quantise a model and write the checkpoint."""
     from scalewright.oneshot import oneshot
     from scalewright.recipe import Recipe
-    from scalewright.report.page import write_report
 
     if print_recipe:
         with failing_politely():
@@ -92,7 +94,7 @@ def quantize(
             seed=seed,
             on_step=on_step,
         )
-        page = write_report(out, seconds=result.seconds) if report else None
+        page = _report_on(out, result) if report else None
     if as_json:
         print(json.dumps({**result.to_dict(), "out": str(out)} | ({} if page is None else {"report": str(page)})))
         return
@@ -102,3 +104,9 @@ def quantize(
     say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
     if page is not None:
         say(f"{page} is written.")
+
+
+def _report_on(out: Path, result: Result) -> Path:
+    from scalewright.report.page import write_report
+
+    return write_report(out, seconds=result.seconds)

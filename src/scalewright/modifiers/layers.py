@@ -67,6 +67,8 @@ class QuantizedLayer:
     """By how much the weight's squared error, weighted where data weighs it, is less than min-max's, on a sample."""
     output_db: float | None = None
     """Of the layer's output, on tokens that were seen in calibration."""
+    dynamic_db: float | None = None
+    """The same if each token had its own scale, where one for all of them keeps little."""
     above_optimum: float | None = None
     """How much more the weight loses than the least possible, as a share of it, on a sample."""
     num_tokens: int | None = None
@@ -77,10 +79,12 @@ class QuantizedLayer:
 
     def record(self) -> dict[str, Any]:
         """What is to be kept of it beside its tensors, as plain data."""
-        return {name: getattr(self, name) for name in (*_FIGURES, "observers", "notes", "pictures")} | {"shape": list(self.shape)}
+        return {name: getattr(self, name) for name in (*_FIGURES, "observers", "notes", "pictures")} | {
+            "shape": list(self.shape)
+        }
 
 
-_FIGURES = ("weight_db", "gain_db", "output_db", "above_optimum", "num_tokens")
+_FIGURES = ("weight_db", "gain_db", "output_db", "dynamic_db", "above_optimum", "num_tokens")
 
 
 class WatchedLayer:
@@ -226,7 +230,8 @@ class WatchedLayer:
         after = self._output()
         if before is not None and after is not None:
             layer.output_db = signal_to_noise(before, after)
-            layer.notes += self._loses_by_static_scales(before, layer.output_db)
+            layer.dynamic_db = self._dynamic_db(before, layer.output_db)
+            layer.notes += self._loses_by_static_scales(layer.output_db, layer.dynamic_db)
         return layer
 
     @torch.no_grad()
@@ -387,19 +392,22 @@ class WatchedLayer:
         output: Tensor = self.module.forward(torch.cat(self._sample))  # past all hooks
         return output
 
-    def _loses_by_static_scales(self, before: Tensor, output_db: float) -> list[str]:
-        """A note if one scale for all tokens costs much, and one for each would not."""
+    def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
+        """What a poor output would keep if each token had its own scale; None where that is no question."""
         inputs = self.scheme.input_activations
         if inputs is None or inputs.dynamic or inputs.type != "int" or output_db > _POOR_DB:
-            return []
+            return None
         by_token = inputs.model_copy(update={"strategy": "token", "dynamic": True})
         dynamic: Any = self.scheme.model_copy(update={"input_activations": by_token})
         self.module.quantization_scheme = dynamic
         after = self._output()
         self.module.quantization_scheme = self.scheme
         assert after is not None
-        dynamic_db = signal_to_noise(before, after)
-        if dynamic_db < output_db + _WORTH_DB:
+        return signal_to_noise(before, after)
+
+    def _loses_by_static_scales(self, output_db: float, dynamic_db: float | None) -> list[str]:
+        """A note if one scale for all tokens costs much, and one for each would not."""
+        if dynamic_db is None or dynamic_db < output_db + _WORTH_DB:
             return []
         return [
             f"{self.name}: its output keeps {output_db:.1f} dB with one static scale for all tokens, and would keep "

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from scalewright.modifiers.figures import some_rows
 from scalewright.modifiers.shown import Shown
-from scalewright.numerics.extremes import min_max
+from scalewright.numerics.extremes import is_finite, min_max
 from scalewright.numerics.grids import E4M3, grid_of
 from scalewright.numerics.layout import flatten_for_calibration, strategy_of
-from scalewright.numerics.scales import effective_scale, stored_dtype, stored_qparams
+from scalewright.numerics.scales import candidate_qparams, effective_scale, stored_dtype
 from scalewright.observers.base import QParamsDict
 
 Picture = dict[str, Any]
@@ -33,7 +33,8 @@ Picture = dict[str, Any]
 NUM_BINS = 64
 NUM_RATIOS = 30
 PER_RATIO = 20  # a scale that is as large as min-max's is in the bin of this number
-_VALUES = 1 << 15
+_VALUES = 1 << 14
+_FEW = 1 << 12  # values whose middle is looked for
 _OUTSIDE = 0.0005  # of the values, on either side
 
 
@@ -46,7 +47,7 @@ class Seen:
         self.high = -math.inf
 
     def look(self, shown: Shown, chosen: Tensor | None = None) -> None:
-        """Look at some tokens. Where only some of them, `chosen` by their places, are meant for the layer, these count."""
+        """Look at some tokens. Where only some are meant for the layer, `chosen` by their places, these are counted."""
         num_tokens, low, high = shown.once("ends", lambda: _ends(shown))
         if chosen is not None:
             num_tokens = len(chosen) if shown.mask is None else int(shown.mask.reshape(-1).bool()[chosen].sum())
@@ -55,33 +56,31 @@ class Seen:
 
 
 def weight_picture(weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> Picture | None:
-    """The picture of a weight [R, C] as it was, and of the ranges that its scales stand for. On a sample of its rows."""
-    strategy = strategy_of(args)
-    scale, zero_point = effective_scale(qparams["scale"], qparams["global_scale"]), qparams["zero_point"]
-    some = weight[some_rows(weight)].float()
-    if strategy == "block":
+    """The picture of a weight [R, C] as it was, and of the ranges that its scales stand for, on a sample of rows."""
+    strategy, global_scale = strategy_of(args), qparams["global_scale"]
+    scale, zero_point = effective_scale(qparams["scale"], global_scale), qparams["zero_point"]
+    rows = some_rows(weight)[::2]
+    some = seen = weight[rows].float()
+    if strategy == "tensor":
+        seen = weight
+    elif strategy == "block":
         assert args.block_structure is not None
         height, middle = args.block_structure[0], len(scale) // 2
-        seen, scale, zero_point = (
-            weight[middle * height : (middle + 1) * height],
-            scale[middle : middle + 1],
-            zero_point[middle : middle + 1],
-        )
-    elif strategy == "tensor":
-        seen = weight
+        seen = weight[middle * height : (middle + 1) * height]
+        scale, zero_point = scale[middle : middle + 1], zero_point[middle : middle + 1]
     else:
-        rows = some_rows(weight)
-        seen, scale, zero_point = some, scale[rows], zero_point[rows]
+        scale, zero_point = scale[rows], zero_point[rows]
     low_Q, high_Q = min_max(flatten_for_calibration(seen, "weight", args))
-    picture = _histogram(some, min(float(low_Q.min()), float(some.min())), max(float(high_Q.max()), float(some.max())))
+    least, most = (float(each) for each in torch.aminmax(some))
+    picture = _histogram(some, min(least, float(low_Q.min())), max(most, float(high_Q.max())))
     if picture is None:
         return None
-    plain, _ = stored_qparams(
-        low_Q, high_Q, args, global_scale=qparams["global_scale"], dtype=stored_dtype(weight.dtype, args)
+    dtype = stored_dtype(weight.dtype, args)
+    plain = effective_scale(
+        candidate_qparams(low_Q, high_Q, args, global_scale=global_scale, dtype=dtype)[0], global_scale
     )
-    plain = effective_scale(plain, qparams["global_scale"])
     ratios = (scale.reshape(-1).abs() / plain.reshape(-1) * PER_RATIO).round().clamp(0, NUM_RATIOS - 1)
-    counts = torch.bincount(ratios.long(), minlength=NUM_RATIOS).tolist()
+    counts = torch.bincount(ratios.int(), minlength=NUM_RATIOS).tolist()
     return picture | _ranges(scale, zero_point, args) | {"ratios": counts if sum(counts) > 1 else None}
 
 
@@ -101,23 +100,26 @@ def input_picture(
 
 
 def _histogram(values: Tensor, low: float, high: float) -> Picture | None:
-    if not (math.isfinite(low) and math.isfinite(high)) or not values.numel():
-        return None
     flat = values.reshape(-1)
-    outside = max(1, round(len(flat) * _OUTSIDE))
-    ends = [float(torch.kthvalue(flat, place).values) for place in (outside, len(flat) - outside + 1)]
+    if not len(flat) or not (math.isfinite(low) and math.isfinite(high) and is_finite(flat)):
+        return None
+    few = flat[:: len(flat) // _FEW | 1]  # an odd step comes to all columns
+    outside = max(1, round(len(few) * _OUTSIDE))
+    ends = [float(torch.kthvalue(few, place).values) for place in (outside, len(few) - outside + 1)]
     margin = (ends[1] - ends[0]) / 4
     # Bins get the ends that are kept, so that a reader finds the same values in them.
     start, stop = _short(max(low, ends[0] - margin)), _short(min(high, ends[1] + margin))
     if start >= stop:  # all values are the same
         start, stop = _short(start - abs(start) / 2 - 1e-6), _short(stop + abs(stop) / 2 + 1e-6)
-    counts = torch.histc(flat, NUM_BINS, start, stop)
+    # torch.histc takes four times as long. In fp32 the tiniest values would overflow on the way.
+    places = ((flat.double() - start) * (NUM_BINS / (stop - start))).floor_().clamp_(-1, NUM_BINS).int().add_(1)
+    below, *counts, above = torch.bincount(places, minlength=NUM_BINS + 2).tolist()
     return {
         "from": start,
         "to": stop,
-        "counts": [int(each) for each in counts.tolist()],
-        "below": int((flat < start).sum()),
-        "above": int((flat > stop).sum()),
+        "counts": counts,
+        "below": below,
+        "above": above,
         "min": _short(low),
         "max": _short(high),
         "chosen": None,

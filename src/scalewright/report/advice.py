@@ -70,17 +70,21 @@ def _is_badly_observed(layer: Layer, weights: Format | None, inputs: Format | No
 
 
 def _loses_by_inputs(layer: Layer, weights: Format | None, inputs: Format | None) -> str | None:
-    if inputs is None or layer.output_db is None or layer.output_db >= _GOOD_DB:
+    output, weight = layer.output_db, layer.weight_db
+    if inputs is None or output is None or weight is None or output >= _GOOD_DB or output > weight - _BY_INPUTS_DB:
         return None
-    if layer.weight_db is not None and layer.output_db > layer.weight_db - _BY_INPUTS_DB:
-        return None
-    whole = "" if layer.weight_db is None else f", and its weight {layer.weight_db:.1f}"
-    lost = f"Its output keeps {layer.output_db:.1f} dB{whole}: it loses by its inputs. "
-    if inputs.is_dynamic or inputs.bits > 8:
-        only = f"W{weights.bits}A16" if weights is not None and weights.is_int else "a scheme of weights alone"
-        return lost + f"Leave its inputs as they are, with {only}."
-    scheme = "W8A8_DYNAMIC" if inputs.is_int else "FP8_DYNAMIC"
-    return lost + f"Use {scheme}, which has a scale for each token."
+    lost = f"Its output keeps {output:.1f} dB, and its weight {weight:.1f}: it loses by its inputs. "
+    only = f"W{weights.bits}A16" if weights is not None and weights.is_int else "a scheme of weights alone"
+    without = f"eave its inputs as they are, with {only}."
+    if inputs.is_dynamic:
+        return f"{lost}L{without}"
+    if not inputs.is_int:
+        return f"{lost}Use FP8_DYNAMIC, which has a scale for each token, or l{without}"
+    if layer.dynamic_db is None:
+        return f"{lost}Try W8A8_DYNAMIC, which has a scale for each token."
+    if layer.dynamic_db > output + _BY_INPUTS_DB:
+        return f"{lost}Use W8A8_DYNAMIC: with a scale for each token it would keep {layer.dynamic_db:.1f} dB."
+    return f"{lost}A scale for each token would not help ({layer.dynamic_db:.1f} dB). L{without}"
 
 
 def _is_an_end(layer: Layer, weights: Format | None, inputs: Format | None) -> str | None:

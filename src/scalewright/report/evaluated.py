@@ -1,4 +1,4 @@
-"""What `eval` has found, as far as the page shows it. Keys that are missing, or are not what they should be, are left out."""
+"""What `eval` has found, as far as the page shows it. What is missing, or is not what it should be, is left out."""
 
 from __future__ import annotations
 

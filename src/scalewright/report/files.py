@@ -1,9 +1,9 @@
 """The files that a run leaves beside its checkpoint, by name, and what is in those that only the page reads.
 
-    scalewright.json            what was done, and the figures of each layer
-    scalewright_pictures.json   histograms of each layer's weight and input
-    scalewright_timings.json    seconds by phase; only `--report` writes it, because equal runs are equal files
-    report.html                 the page
+scalewright.json            what was done, and the figures of each layer
+scalewright_pictures.json   histograms of each layer's weight and input
+scalewright_timings.json    seconds by phase; only `--report` writes it, because equal runs are equal files
+report.html                 the page
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const fixed = (digits, unit = "") => (value) =>
     !isKnown(value) ? "–" : Math.abs(value) >= LARGEST ? (value < 0 ? "−∞" : "∞") : value.toFixed(digits).replace("-", "−") + unit;
-  const short = (value) => (Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : Number(value.toPrecision(3)).toString());
+  const short = (value) => (Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : Number(value.toPrecision(3)).toString()).replace("-", "−");
 
   const METRICS = {
     output_db: { title: "signal to noise of outputs", unit: "dB", show: fixed(1, " dB"), isGood: true },
@@ -44,9 +44,9 @@
   const layout = (given = {}) => ({
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
-    margin: { l: 60, r: 16, t: 16, b: 44 }, showlegend: false,
+    margin: { l: 60, r: 16, t: 16, b: 52 }, showlegend: false,
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
-    colorway: ["accent", "blue", "middle", "bar", "bad", "soft"].map(colour),
+    colorway: ["#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#9a8c1a", "#7f7f7f"], // told apart by all eyes
     ...given,
   });
   const axis = (given = {}) => ({ gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true, ...given });
@@ -89,9 +89,9 @@
       zmin: low, zmax: high === low ? low + 1 : high, colorscale: metric.isGood ? scale.map(([stop, paint]) => [1 - stop, paint]).reverse() : scale,
       xgap: depths.length > 60 ? 0 : 2, ygap: 2, colorbar: { title: { text: metric.unit, side: "top" }, thickness: 12, outlinewidth: 0, len: 1 },
     }], {
-      xaxis: axis({ type: "category", title: { text: "depth" }, showgrid: false, nticks: 30 }),
+      xaxis: axis({ type: "category", title: { text: "depth", standoff: 8 }, showgrid: false, nticks: 30 }),
       yaxis: axis({ type: "category", autorange: "reversed", showgrid: false }),
-      margin: { l: 60, r: 8, t: 12, b: 44 },
+      margin: { l: 60, r: 8, t: 12, b: 52 },
     });
     if (!place.dataset.clickable) {
       place.dataset.clickable = "yes";
@@ -122,9 +122,9 @@
       type: "bar", x: ratios.map((_, number) => number / 20).slice(0, last + 1), y: ratios.map((each) => (100 * each) / all).slice(0, last + 1), marker: { color: colour("bar") },
       hovertemplate: "%{y:.1f} % of the scales<br>are %{x:.2f} of min-max's<extra></extra>",
     }], {
-      title: { text: "chosen scales, as shares of min-max's", font: { size: 14 }, x: 0.02, xanchor: "left" }, margin: { l: 60, r: 16, t: 44, b: 44 }, bargap: 0.08,
-      xaxis: axis({ title: { text: "1 is min-max; less clips the largest values" }, range: [-0.03, Math.max(1.08, last / 20 + 0.03)] }),
-      yaxis: axis({ title: { text: "% of scales" } }),
+      title: { text: "chosen scales, as shares of min-max's", font: { size: 14 }, x: 0.02, xanchor: "left" }, margin: { l: 60, r: 16, t: 44, b: 52 }, bargap: 0.08,
+      xaxis: axis({ title: { text: "1 is min-max; less clips the largest values", standoff: 8 }, range: [-0.03, Math.max(1.08, last / 20 + 0.03)] }),
+      yaxis: axis({ title: { text: "% of scales", standoff: 8 } }),
       shapes: [line(1, colour("soft"), "dot")],
     });
   }
@@ -157,14 +157,17 @@
     }
     if (picture.typical) {
       shapes.unshift({ type: "rect", x0: picture.typical[0], x1: picture.typical[1], y0: 0, y1: 1, yref: "paper", line: { width: 0 }, fillcolor: colour("accent"), opacity: 0.13, layer: "below" });
-      legend.push([`median range ${short(picture.typical[0])} … ${short(picture.typical[1])}`, colour("middle"), "solid"]);
+      legend.push([`median range ${short(picture.typical[0])} … ${short(picture.typical[1])}`, colour("accent"), null]);
     }
-    for (const [text, paint, dash] of legend) traces.push({ type: "scatter", mode: "lines", x: [null], y: [null], name: text, line: { color: paint, dash, width: 2 }, showlegend: true });
+    for (const [text, paint, dash] of legend) {
+      const look = dash ? { mode: "lines", line: { color: paint, dash, width: 2 } } : { mode: "markers", marker: { color: paint, opacity: 0.3, symbol: "square", size: 11 } };
+      traces.push({ type: "scatter", x: [null], y: [null], name: text, showlegend: true, hoverinfo: "skip", ...look });
+    }
     draw(id, traces, {
-      title: { text: `${title}${picture.chosen ? "" : ", which stay as they are or get scales while the model runs"}`, font: { size: 14 }, x: 0.02, xanchor: "left" },
+      title: { text: picture.chosen ? title : `${title}, without a fixed range`, font: { size: 14 }, x: 0.02, xanchor: "left" },
       bargap: 0, showlegend: true, legend: { orientation: "h", y: -0.2, x: 0, font: { size: 11 } }, margin: { l: 60, r: 16, t: 44, b: 80 },
       xaxis: axis({ range: [low - margin, high + margin] }),
-      yaxis: axis({ type: isLog ? "log" : "linear", title: { text: "% of values" }, exponentformat: "power", nticks: 6 }), shapes,
+      yaxis: axis({ type: isLog ? "log" : "linear", title: { text: "% of values", standoff: 8 }, exponentformat: "power", ...(isLog ? { dtick: 1 } : {}) }), shapes,
     });
   }
 
@@ -185,7 +188,7 @@
     draw("above", [...by].map(([row, some]) => ({
       type: "scatter", mode: "markers", name: plain(row), x: some.map(x), y: some.map((number) => 100 * columns.above_optimum[number]), marker: { size: 8, opacity: 0.85 },
       text: some.map((number) => plain(columns.name[number])), hovertemplate: "<b>%{text}</b><br>%{y:.2f} % above the optimum<extra></extra>",
-    })), { showlegend: by.size <= 16, legend: { orientation: "h", y: -0.18 }, xaxis: axis({ title: { text: "depth" }, zeroline: false }), yaxis: axis({ title: { text: "% above the optimum" }, rangemode: "tozero" }) });
+    })), { showlegend: by.size <= 16, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, xaxis: axis({ title: { text: "depth", standoff: 8 }, zeroline: false }), yaxis: axis({ title: { text: "% above the optimum", standoff: 8 }, rangemode: "tozero" }) });
   }
 
   const experts = numbers.filter((number) => isKnown(columns.expert[number]) && isKnown(columns.num_tokens[number]));
@@ -207,13 +210,13 @@
     draw("tokens", [{
       type: "heatmap", x: [...Array(width).keys()].map(String), y: deep.map(String), z, xgap: 1, ygap: 1, colorscale: [[0, colour("bad")], [0.25, colour("middle")], [1, colour("good")]], zmin: 0,
       hovertemplate: "layer %{y}, expert %{x}: %{z:,} tokens<extra></extra>", colorbar: { thickness: 12, outlinewidth: 0, title: { text: "tokens", side: "top" } },
-    }], { xaxis: axis({ type: "category", title: { text: "expert" }, showgrid: false, nticks: 32 }), yaxis: axis({ type: "category", title: { text: "layer" }, autorange: "reversed", showgrid: false, nticks: 32 }) });
+    }], { xaxis: axis({ type: "category", title: { text: "expert", standoff: 8 }, showgrid: false, nticks: 32 }), yaxis: axis({ type: "category", title: { text: "layer", standoff: 8 }, autorange: "reversed", showgrid: false, nticks: 32 }) });
   }
 
   function drawTimes() {
     draw("times", Object.entries(data.seconds).map(([phase, value]) => ({
       type: "bar", orientation: "h", name: plain(phase), y: [""], x: [value], text: [plain(phase)], textposition: "inside", insidetextanchor: "middle", hovertemplate: `${plain(phase)}: %{x:.2f} s<extra></extra>`,
-    })), { barmode: "stack", bargap: 0.3, margin: { l: 12, r: 12, t: 8, b: 44 }, xaxis: axis({ title: { text: "seconds" } }), yaxis: axis({ showticklabels: false }) });
+    })), { barmode: "stack", bargap: 0.3, margin: { l: 12, r: 12, t: 8, b: 52 }, xaxis: axis({ title: { text: "seconds", standoff: 8 } }), yaxis: axis({ showticklabels: false }) });
   }
 
   function drawCurve() {
@@ -221,7 +224,7 @@
     draw("curve", [{
       type: "scatter", mode: "lines+markers", name: "KL", x, y: data.curve.map((each) => each.kl), error_y: { type: "data", array: data.curve.map((each) => each.error || 0), thickness: 1, width: 2 }, marker: { size: 5 },
       hovertemplate: "after %{x:.0f} tokens: KL %{y:.4g}<extra></extra>",
-    }], { title: { text: "KL by position", font: { size: 14 }, x: 0.02, xanchor: "left" }, margin: { l: 60, r: 16, t: 40, b: 44 }, xaxis: axis({ title: { text: "tokens before" } }), yaxis: axis({ rangemode: "tozero" }) });
+    }], { title: { text: "KL by position", font: { size: 14 }, x: 0.02, xanchor: "left" }, margin: { l: 60, r: 16, t: 40, b: 52 }, xaxis: axis({ title: { text: "tokens before", standoff: 8 } }), yaxis: axis({ rangemode: "tozero" }) });
   }
 
   function drawAll() {
@@ -241,6 +244,8 @@
     { key: "bits", title: "bits", show: fixed(2) }, { key: "output_db", title: "output dB", show: fixed(1) }, { key: "weight_db", title: "weight dB", show: fixed(1) }, { key: "gain_db", title: "gain dB", show: fixed(2) },
     { key: "above_optimum", title: "above best", show: METRICS.above_optimum.show }, { key: "num_tokens", title: "tokens", show: (value) => (isKnown(value) ? value.toLocaleString("en") : "–") },
   ].filter(({ key, show }) => key === "name" || columns[key].some((value) => isKnown(value) && value !== "") && (show || new Set(columns[key]).size > 1));
+  const common = ["weights", "activations", "observers"].filter((key) => count && columns[key][0] && !COLUMNS.some((each) => each.key === key))
+    .map((key) => `; ${{ weights: "weights", activations: "inputs", observers: "observers" }[key]} ${columns[key][0]}`).join("");
   const PAGE = 100;
   let [sortedBy, isDown, isWhole] = [null, false, false];
   const compareNames = new Intl.Collator("en", { numeric: true }).compare;
@@ -258,7 +263,7 @@
     const found = numbers.filter((number) => { const all = text(number); return words.every((word) => all.includes(word)); });
     if (sortedBy) found.sort(compare);
     const shown = isWhole ? found : found.slice(0, PAGE);
-    byId("count").textContent = found.length === count ? `${count} layers` : `${found.length} of ${count} layers`;
+    byId("count").textContent = `${found.length === count ? count : `${found.length} of ${count}`} layers${common}`;
     byId("more").hidden = shown.length === found.length;
     byId("more").textContent = `Show all ${found.length}`;
     byId("table").tBodies[0].replaceChildren(...shown.map((number) => {

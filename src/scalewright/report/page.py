@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from scalewright.errors import OutputError
@@ -60,7 +59,7 @@ def write_report(
 def page_of(findings: Findings) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": in_bytes, "time": in_seconds}
+    environment.filters |= {"size": in_bytes, "time": in_seconds, "count_of": _count}
     worst = findings.worst(_NUM_WORST)
     return environment.from_string(_asset("page.html")).render(
         found=findings,
@@ -69,10 +68,10 @@ def page_of(findings: Findings) -> str:
         flags=flags_for(worst),
         summary=_summary(findings.layers),
         num_pictured=min(len(findings.layers), _NUM_PICTURED),
-        style=Markup(_asset("page.css")),
-        script=Markup(_asset("page.js")),
+        style=_asset("page.css"),
+        script=_asset("page.js"),
         data=as_script(page_data(findings)),
-        plotly=Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()),
+        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
 
 
@@ -88,7 +87,7 @@ def page_data(findings: Findings) -> dict[str, Any]:
         "weights": [each.weights for each in layers],
         "activations": [each.activations for each in layers],
         "observers": [", ".join(dict.fromkeys(each.observers.values())) for each in layers],
-        "shape": [" × ".join(map(str, each.shape)) for each in layers],
+        "shape": [" \u00d7 ".join(map(str, each.shape)) for each in layers],
     }
     for figure in _FIGURES:
         columns[figure] = [_rounded(getattr(each, figure)) for each in layers]
@@ -100,12 +99,12 @@ def page_data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def as_script(data: Any) -> Markup:
+def as_script(data: Any) -> str:
     """JSON that can stand in a script tag, whatever is in it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)
+    return text
 
 
 def in_bytes(count: float) -> str:
@@ -122,6 +121,10 @@ def in_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _summary(layers: Iterable[Layer]) -> dict[str, float]:

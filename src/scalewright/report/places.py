@@ -1,9 +1,9 @@
 """Where a module stands in a model, read from its name: in which stack, how deep, of which kind, in which expert.
 
-    model.layers.3.self_attn.q_proj         model.layers   3      q_proj
-    model.layers.3.mlp.experts.7.up_proj    model.layers   3      experts.up_proj, of expert 7
-    decoder.block.1.layer.0.SelfAttention.q decoder.block  1      SelfAttention.q, where another block has a q, too
-    lm_head                                 (none)         none   lm_head
+model.layers.3.self_attn.q_proj         model.layers   3      q_proj
+model.layers.3.mlp.experts.7.up_proj    model.layers   3      experts.up_proj, of expert 7
+decoder.block.1.layer.0.SelfAttention.q decoder.block  1      SelfAttention.q, where another block has a q, too
+lm_head                                 (none)         none   lm_head
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from scalewright.report.files import PICTURES_FILE, RUN_FILE, TIMINGS_FILE
 from scalewright.report.places import Place, places_of
 
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_FIGURES = ("weight_db", "gain_db", "output_db", "dynamic_db", "above_optimum")
 _BINS = "counts"
 _LARGEST = 1e9  # stands for infinity, which JSON does not have
 
@@ -40,6 +41,7 @@ class Layer:
     weight_db: float | None = None
     gain_db: float | None = None
     output_db: float | None = None
+    dynamic_db: float | None = None
     above_optimum: float | None = None
     num_tokens: int | None = None
     pictures: Mapping[str, Any] = field(default_factory=dict)
@@ -149,9 +151,11 @@ def _layer(
         {str(key): str(value) for key, value in observers.items()} if isinstance(observers, dict) else {},
         shape,
         8 * module.num_bytes / count if module is not None and count else None,
-        *(_number(row.get(figure)) for figure in ("weight_db", "gain_db", "output_db", "above_optimum")),
-        _whole(row.get("num_tokens")),
-        {str(key): each for key, each in found.items() if _is_picture(each)} if isinstance(found, dict) else {},
+        num_tokens=_whole(row.get("num_tokens")),
+        pictures={str(key): each for key, each in found.items() if _is_picture(each)}
+        if isinstance(found, dict)
+        else {},
+        **{figure: _number(row.get(figure)) for figure in _FIGURES},
     )
 
 
@@ -207,17 +211,21 @@ def _modules_in(folder: Path) -> dict[str, _Module]:
     """The modules of a checkpoint by name. Only headers are read, and the shapes that packed weights had."""
     modules: dict[str, _Module] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(key)
-                    name, _, tensor = key.rpartition(".")
-                    _add(modules.setdefault(name, _Module()), tensor, part.get_dtype(), tuple(part.get_shape()))
-                    if tensor == "weight_shape":
-                        _set_shape(modules[name], (int(each) for each in opened.get_tensor(key).tolist()))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"{file}: cannot be read ({error}). Copy it again, or quantise again.") from None
+        _add_file(modules, file)
     return modules
+
+
+def _add_file(modules: dict[str, _Module], file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.offset_keys():
+                part = opened.get_slice(key)
+                name, _, tensor = key.rpartition(".")
+                _add(modules.setdefault(name, _Module()), tensor, part.get_dtype(), tuple(part.get_shape()))
+                if tensor == "weight_shape":
+                    _set_shape(modules[name], (int(each) for each in opened.get_tensor(key).tolist()))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({error}). Copy it again, or quantise again.") from None
 
 
 def _add(module: _Module, tensor: str, dtype: str, shape: tuple[int, ...]) -> None:
