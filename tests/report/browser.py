@@ -141,7 +141,7 @@ def browsing(profile: Path, options: Sequence[str] = ()) -> Iterator[Page]:
     words = [CHROMIUM, *_OPTIONS, *options, f"--user-data-dir={profile}"]
     with (profile / "stderr.txt").open("wb") as told:
         process = subprocess.Popen(  # the browser reads from 3 and writes to 4
-            ["sh", "-c", f'exec 3<&{child_reads} 4>&{child_writes}; exec "$@"', "sh", *words],
+            ["bash", "-c", f'exec 103<&{child_reads} 104>&{child_writes} 3<&103 4>&104; exec "$@"', "bash", *words],
             pass_fds=(child_reads, child_writes),
             stdin=subprocess.DEVNULL,
             stdout=told,

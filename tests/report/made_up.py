@@ -22,6 +22,15 @@ HOSTILE = (
     "<a href='javascript:window.hacked=4'>\u2028\u2029<!--",
 )
 
+EVALUATION = {
+    "kl": {"value": 0.0312, "error": 0.0004},
+    "perplexity": {"value": 8.125, "error": 0.05},
+    "original_perplexity": {"value": 7.9, "error": None},
+    "agreement": 0.93,
+    "generation": {"verdict": "It writes as the original does."},
+    "positions": [{"first": 1, "last": 8, "kl": {"value": 0.5, "error": 0.1}, "agreement": {"value": 0.9}}],
+}
+
 
 def layer_names(num_blocks: int, *, num_experts: int = 0) -> list[str]:
     """The names of a Llama's layers, or of a Mixtral's."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from scalewright.errors import DataError
 
+_LARGEST = 1e300
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,7 +60,7 @@ class Evaluated:
             _measured(found.get("original_perplexity")),
             _measured(found.get("agreement")),
             verdict if isinstance(verdict, str) else "",
-            _curve(found.get("curve")),
+            _curve(found.get("positions")),
         )
 
 
@@ -71,9 +73,7 @@ def read_evaluation(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise DataError(f"{file}: is no JSON. Give what `eval --json` has printed.") from None
     if not isinstance(found, dict) or not Evaluated.of(found).has_any:
-        raise DataError(
-            f"{file}: has neither kl, perplexity, agreement nor a curve in it. Give what `eval --json` has printed."
-        )
+        raise DataError(f"{file}: has neither kl, perplexity nor agreement in it. Give what `eval --json` has printed.")
     return found
 
 
@@ -98,5 +98,5 @@ def _curve(found: Any) -> list[dict[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
     return float(value) if is_number else None

@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -48,8 +49,7 @@ def write_report(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if seconds is not None:
-            kept = {phase: round(value, 3) for phase, value in seconds.items()}
-            (folder / TIMINGS_FILE).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            (folder / TIMINGS_FILE).write_text(json.dumps(_timings(seconds), indent=2) + "\n", encoding="utf-8")
         target.write_text(page, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{target}: cannot be written ({error.strerror}). Give another file.") from None
@@ -71,7 +71,7 @@ def page_of(findings: Findings) -> str:
         style=_asset("page.css"),
         script=_asset("page.js"),
         data=as_script(page_data(findings)),
-        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        plotly=_packed_plotly(),
     )
 
 
@@ -94,7 +94,7 @@ def page_data(findings: Findings) -> dict[str, Any]:
     return {
         "columns": columns,
         "pictures": {number: layers[number].pictures for number in _pictured(layers)},
-        "seconds": None if findings.seconds is None else dict(findings.seconds),
+        "seconds": None if findings.seconds is None else _timings(findings.seconds),
         "curve": Evaluated.of(findings.evaluation).curve,
     }
 
@@ -123,6 +123,10 @@ def in_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def _timings(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {phase: round(value, 3) for phase, value in seconds.items()}
+
+
 def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
@@ -149,6 +153,11 @@ def _pictured(layers: list[Layer]) -> list[int]:
 
 def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else round(value, 5)
+
+
+@cache
+def _packed_plotly() -> str:
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def _asset(name: str) -> str:

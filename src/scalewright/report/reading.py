@@ -176,13 +176,14 @@ def _list(holder: Mapping[str, Any] | None, name: str) -> list[Any]:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(max(-_LARGEST, min(_LARGEST, value)))
+    bounded = max(-_LARGEST, min(value, _LARGEST))  # NaN stays what it is
+    return None if math.isnan(bounded) else float(bounded)
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
 
 
 def _is_picture(found: Any) -> bool:
