@@ -112,6 +112,9 @@ def test_names_of_models_do_nothing(page: Page, tmp_path: Path) -> None:
     names = [f"model.layers.{number}.{text}" for number, text in enumerate(HOSTILE)]
     page.open(written(tmp_path / "out", names, seconds={HOSTILE[0]: 1.0}))
     assert first_column(page) == names
+    kinds = {name.rpartition(".")[2] for name in names}
+    assert set(page.texts("#heat .ytick text")) == kinds
+    assert set(page.texts("#above .legendtext")) == kinds
     assert page.run("window.hacked === undefined")
     assert page.run("document.querySelectorAll('main a, main img, main script, svg a').length") == 0
 
