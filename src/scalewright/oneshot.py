@@ -42,6 +42,7 @@ from scalewright.modifiers.layers import QuantizedLayer
 from scalewright.modifiers.schemes import in_words
 from scalewright.quality import recipe_for
 from scalewright.recipe import Recipe
+from scalewright.report.files import PICTURES_FILE, RUN_FILE, pictures_text
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Result:
     num_tokens: int
     seed: int
     versions: dict[str, str]
+    bytes_before: int
+    """What the model's parameters took before."""
     output_dir: Path | None = None
     companions: list[Any] = field(default_factory=list, repr=False)
     """The tokenizer or processor that is saved with the model."""
@@ -97,7 +100,11 @@ class Result:
             return journal.keep(layer.name, layer.compressed, {})
 
         told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
-        files = {"recipe.yaml": self.recipe.to_yaml(), "scalewright.json": json.dumps(told, indent=2)}
+        files = {
+            "recipe.yaml": self.recipe.to_yaml(),
+            RUN_FILE: json.dumps(told, indent=2),
+            PICTURES_FILE: pictures_text(self.layers),
+        }
         with journal.checkpoint() as draft:
             save_checkpoint(
                 self.in_memory,
@@ -117,6 +124,7 @@ class Result:
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
             "seed": self.seed,
+            "bytes_before": self.bytes_before,
             "versions": self.versions,
             "seconds": {phase: round(value, 3) for phase, value in self.seconds.items()},
             "notes": self.notes,
@@ -184,7 +192,7 @@ def oneshot(
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    notes, layers, samples = _Notes(strict), list[QuantizedLayer](), None
+    notes, layers, samples, bytes_before = _Notes(strict), list[QuantizedLayer](), None, _bytes_of(loaded)
     stages = [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):
@@ -237,6 +245,7 @@ def oneshot(
             0 if samples is None else samples.num_tokens,
             seed,
             versions(),
+            bytes_before,
             companions=companions,
             files=mapped,
         )
@@ -291,6 +300,10 @@ def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_
     return {"weights": Shelf(model, files), "waiting_room": WaitingRoom(files.scratch, room)}
 
 
+def _bytes_of(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
 def _gathered(notes: Iterator[str]) -> list[str]:
     """Notes that say the same of several layers become one."""
     by_text: dict[str, list[str]] = {}
@@ -314,7 +327,9 @@ def _row(layer: QuantizedLayer) -> dict[str, Any]:
         "weight_db": layer.weight_db,
         "gain_db": layer.gain_db,
         "output_db": layer.output_db,
+        "dynamic_db": layer.dynamic_db,
         "above_optimum": layer.above_optimum,
+        "num_tokens": layer.num_tokens,
     }
 
 

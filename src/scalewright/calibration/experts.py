@@ -26,6 +26,8 @@ class Expert(nn.Module):
         super().__init__()
         self.tokens: Tensor | None = None
         """Which tokens of the batch it is given just now; None for all of them."""
+        self.chosen_by: Tensor | None = None
+        """Which tokens of those that it is given just now have chosen it; None for all of them."""
         self._names = tuple(names)
         self._gating = [_without_weights(fused)]  # in a list, so that it is no submodule
         gate_up, down = fused.gate_up_proj[index], fused.down_proj[index]
@@ -42,13 +44,13 @@ class Expert(nn.Module):
         """Whether anybody has a hook on one of its layers."""
         return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.children())
 
-    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tensor | None = None, *, chosen_by: Tensor | None = None) -> Tensor:
         """What the expert makes of some of the batch's tokens [T, hidden]; hooks on its layers see them."""
-        self.tokens = tokens
+        self.tokens, self.chosen_by = tokens, chosen_by
         try:
             return self._through(x, *(getattr(self, name) for name in self._names))
         finally:
-            self.tokens = None
+            self.tokens = self.chosen_by = None
 
     def unseen(self, x: Tensor) -> Tensor:
         """The same, past all hooks."""
@@ -75,9 +77,9 @@ class UnfusedExperts(nn.ModuleList):
         for index, expert in enumerate(self):
             assert isinstance(expert, Expert)
             shows_all = self.shows_all and expert.is_watched
-            if shows_all:
-                expert(hidden_states)
             token, choice = torch.where(top_k_index == index)
+            if shows_all:
+                expert(hidden_states, chosen_by=token)
             if len(token):
                 chosen = hidden_states[token]
                 chosen = expert.unseen(chosen) if shows_all else expert(chosen, token)

@@ -114,6 +114,7 @@ class Calibration:
             weight = getattr(layer.module, "weight", None)
             is_alone = isinstance(weight, Tensor) and owners[weight.data_ptr()] == 1
             layer.has_weight_alone = is_alone and self.weights is None  # a file has it, too
+            layer.chosen_tokens = partial(self._masks.chosen_of, layer.module)
         parameters = inspect.signature(self.model.forward).parameters
         self._takes_masks = "attention_mask" in parameters or any(
             each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters.values()

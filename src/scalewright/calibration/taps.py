@@ -93,6 +93,11 @@ class Masks:
         expert = self._expert_of.get(id(module))
         return expert is not None and expert.tokens is not None
 
+    def chosen_of(self, module: nn.Module) -> Tensor | None:
+        """Which of the tokens that a module is given just now have chosen its expert; None for all of them."""
+        expert = self._expert_of.get(id(module))
+        return None if expert is None else expert.chosen_by
+
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _current(self) -> tuple[Tensor | None, Tensor | None]:

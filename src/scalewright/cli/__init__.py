@@ -4,10 +4,10 @@ Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be d
 errors and nothing else to stderr.
 """
 
-from scalewright.cli import catalog, importance, plan, quantize  # their import registers them, in the order of `--help`
+from scalewright.cli import catalog, importance, plan, quantize, report  # their import registers them, as in `--help`
 from scalewright.cli.app import app
 
-__all__ = ["app", "catalog", "importance", "main", "plan", "quantize"]
+__all__ = ["app", "catalog", "importance", "main", "plan", "quantize", "report"]
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, layers_table, out_console, say, tell
 from scalewright.errors import RecipeError
 
+if TYPE_CHECKING:
+    from scalewright.oneshot import Result
+
 
 @app.command()
 @with_job
@@ -37,6 +40,7 @@ def quantize(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")
     ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write report.html, too: where the error lives.")] = False,
     column: DataColumn = None,
     split: Split = "train",
     pack: Pack = None,
@@ -90,10 +94,19 @@ def quantize(
             seed=seed,
             on_step=on_step,
         )
+        page = _report_on(out, result) if report else None
     if as_json:
-        print(json.dumps({**result.to_dict(), "out": str(out)}))
+        print(json.dumps({**result.to_dict(), "out": str(out)} | ({} if page is None else {"report": str(page)})))
         return
     out_console.print(layers_table(result.to_dict()["layers"]))
     tell(result.notes)
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
     say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
+    if page is not None:
+        say(f"{page} is written.")
+
+
+def _report_on(out: Path, result: Result) -> Path:
+    from scalewright.report.page import write_report
+
+    return write_report(out, seconds=result.seconds)

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from scalewright.errors import CalibrationError
 from scalewright.modifiers.figures import Sample, some_rows
+from scalewright.modifiers.pictures import Picture, Seen, input_picture, weight_picture
 from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import Shown
@@ -66,16 +67,24 @@ class QuantizedLayer:
     """By how much the weight's squared error, weighted where data weighs it, is less than min-max's, on a sample."""
     output_db: float | None = None
     """Of the layer's output, on tokens that were seen in calibration."""
+    dynamic_db: float | None = None
+    """The same if each token had its own scale, where one for all of them keeps little."""
     above_optimum: float | None = None
     """How much more the weight loses than the least possible, as a share of it, on a sample."""
+    num_tokens: int | None = None
+    """How many tokens of the data it was given; of an expert, those that chose it."""
     notes: list[str] = field(default_factory=list)
+    pictures: dict[str, Picture] = field(default_factory=dict, repr=False)
+    """What its weight and its input look like."""
 
     def record(self) -> dict[str, Any]:
         """What is to be kept of it beside its tensors, as plain data."""
-        return {name: getattr(self, name) for name in (*_FIGURES, "observers", "notes")} | {"shape": list(self.shape)}
+        return {name: getattr(self, name) for name in (*_FIGURES, "observers", "notes", "pictures")} | {
+            "shape": list(self.shape)
+        }
 
 
-_FIGURES = ("weight_db", "gain_db", "output_db", "above_optimum")
+_FIGURES = ("weight_db", "gain_db", "output_db", "dynamic_db", "above_optimum", "num_tokens")
 
 
 class WatchedLayer:
@@ -92,7 +101,10 @@ class WatchedLayer:
         """Whether its weight becomes what will be read back. Where nobody will look at it, that is time lost."""
         self.is_called_again = False
         """Whether it is known that a pass comes to it more than once."""
+        self.chosen_tokens: Callable[[], Tensor | None] = lambda: None
+        """Which of the tokens that it is shown just now have chosen it; None for all of them."""
         self._sample: list[Tensor] = []
+        self._seen = Seen()
         self._has_data = False
         self._has_hooks = bool(module._forward_pre_hooks)  # of others, which may change what it is given
 
@@ -123,6 +135,7 @@ class WatchedLayer:
                 delattr(self.module, name)
         self.observers = {}
         self._sample = []
+        self._seen = Seen()
 
     @property
     def importance(self) -> ImportanceObserver | None:
@@ -173,6 +186,7 @@ class WatchedLayer:
             yield "input", lambda shown: importance.add_squares(*shown.once("squares", lambda: _squares(shown)))
 
     def _keep_some(self, shown: Shown) -> None:
+        self._seen.look(shown, self.chosen_tokens())
         room = _SAMPLE_TOKENS - sum(len(each) for each in self._sample)
         if room > 0:
             self._sample.append(shown.once("sample", lambda: _sample(shown))[:room])
@@ -202,19 +216,22 @@ class WatchedLayer:
         before = self._output()
         qparams = {base_name: self._qparams(observer) for base_name, observer in self.observers.items()}
         if self.scheme.weights is None:
+            self._picture(layer, qparams)
             self._write_qparams(qparams)
             layer.compressed = get_direct_state_dict(self.module)
         else:
             importance = None if self.importance is None else self.importance.channel_importance
             self.observers["weight"].detach(self.module)  # it may hold the weight as it was
             rounded = self._rounded(qparams["weight"], layer.notes)
+            self._picture(layer, qparams)
             self._write_qparams(qparams)
             self._store(layer, rounded, importance=importance, global_scale=qparams["weight"]["global_scale"])
         self.module.quantization_status = QuantizationStatus.DECOMPRESSED
         after = self._output()
         if before is not None and after is not None:
             layer.output_db = signal_to_noise(before, after)
-            layer.notes += self._loses_by_static_scales(before, layer.output_db)
+            layer.dynamic_db = self._dynamic_db(before, layer.output_db)
+            layer.notes += self._loses_by_static_scales(layer.output_db, layer.dynamic_db)
         return layer
 
     @torch.no_grad()
@@ -254,7 +271,9 @@ class WatchedLayer:
     def _from_record(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> QuantizedLayer:
         figures = {name: record[name] for name in _FIGURES}
         notes, shape = list(record["notes"]), tuple(record["shape"])
-        return QuantizedLayer(self.name, self.scheme, record["observers"], shape, tensors, notes=notes, **figures)
+        layer = QuantizedLayer(self.name, self.scheme, record["observers"], shape, tensors, notes=notes, **figures)
+        layer.pictures = record["pictures"]
+        return layer
 
     @property
     def format(self) -> CompressionFormat:
@@ -339,6 +358,17 @@ class WatchedLayer:
             notes = [note for note in notes if note != weighted.fallback]
         return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
 
+    def _picture(self, layer: QuantizedLayer, qparams: Mapping[str, QParamsDict]) -> None:
+        """Keep what the weight, which is still as it was, and the inputs look like."""
+        weights, inputs = self.scheme.weights, self.scheme.input_activations
+        pictures = {"weight": None if weights is None else weight_picture(self.weight, weights, qparams["weight"])}
+        if self._sample:
+            layer.num_tokens = self._seen.num_tokens
+            pictures["input"] = input_picture(torch.cat(self._sample), self._seen, inputs, qparams.get("input"))
+        elif self._has_data and isinstance(self.module, nn.Linear):
+            layer.num_tokens = 0
+        layer.pictures = {name: each for name, each in pictures.items() if each is not None}
+
     def _write_qparams(self, found: Mapping[str, QParamsDict]) -> None:
         """Put qparams on the module."""
         initialize_module_for_quantization(self.module, self.scheme, force_zero_point=False)
@@ -362,19 +392,22 @@ class WatchedLayer:
         output: Tensor = self.module.forward(torch.cat(self._sample))  # past all hooks
         return output
 
-    def _loses_by_static_scales(self, before: Tensor, output_db: float) -> list[str]:
-        """A note if one scale for all tokens costs much, and one for each would not."""
+    def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
+        """What a poor output would keep if each token had its own scale; None where that is no question."""
         inputs = self.scheme.input_activations
         if inputs is None or inputs.dynamic or inputs.type != "int" or output_db > _POOR_DB:
-            return []
+            return None
         by_token = inputs.model_copy(update={"strategy": "token", "dynamic": True})
         dynamic: Any = self.scheme.model_copy(update={"input_activations": by_token})
         self.module.quantization_scheme = dynamic
         after = self._output()
         self.module.quantization_scheme = self.scheme
         assert after is not None
-        dynamic_db = signal_to_noise(before, after)
-        if dynamic_db < output_db + _WORTH_DB:
+        return signal_to_noise(before, after)
+
+    def _loses_by_static_scales(self, output_db: float, dynamic_db: float | None) -> list[str]:
+        """A note if one scale for all tokens costs much, and one for each would not."""
+        if dynamic_db is None or dynamic_db < output_db + _WORTH_DB:
             return []
         return [
             f"{self.name}: its output keeps {output_db:.1f} dB with one static scale for all tokens, and would keep "
