@@ -32,8 +32,8 @@ NUM_NEW_TOKENS = 200
 PROMPT_LENGTH = 16
 _GRAM = 4
 _ROUNDS = 3  # how often a piece must come in a row to be a loop
-# Between W3A16 (KL .43 and .58) and W2A16 (2.9 and 4.7) of stories260K and stories15M, which differ from their originals
-# by -.10 and +.08, -.38 and +.84 in repeats, and by factors of 1.7 and 2.2, 79 and 1,500 in perplexity.
+# Between W3A16 (KL .43 and .58) and W2A16 (2.9 and 4.7) of stories260K and stories15M. In repeats they differ from their
+# originals by -.10 and +.08, and by -.38 and +.84; in perplexity by factors of 1.7 and 2.2, and of 79 and 1,500.
 _MUCH_MORE = 0.25
 _STRANGE = 4.0
 _ALONE = 0.5
