@@ -32,7 +32,7 @@ NUM_NEW_TOKENS = 200
 PROMPT_LENGTH = 16
 _GRAM = 4
 _ROUNDS = 3  # how often a piece must come in a row to be a loop
-# Between W3A16 (KL .43 and .58) and W2A16 (2.9 and 4.7) of stories260K and stories15M. In repeats they differ from their
+# Between W3A16 (KL .43 and .58) and W2A16 (2.9 and 4.7) of stories260K and stories15M. In repeats they differ from the
 # originals by -.10 and +.08, and by -.38 and +.84; in perplexity by factors of 1.7 and 2.2, and of 79 and 1,500.
 _MUCH_MORE = 0.25
 _STRANGE = 4.0
