@@ -148,7 +148,7 @@ def _told(figure: Figure | None, *, sign: str = "", unit: str = "") -> str:
     if figure is None:
         return ""
     factor = 100 if unit == "%" else 1
-    if not figure.error:
+    if not figure.error or figure.error < 1e-9 * abs(figure.value):  # none, or that of rounding
         return f"{factor * figure.value:{sign}.4g}{unit}"
     error = factor * figure.error
     places = max(0, 1 - floor(log10(error)))
