@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench import tables
 from bench.arena import Worker
 from bench.run import machine_of
+from scalewright.numerics.divergence import agreements, divergences, losses
 
 # T tokens that are predicted, V entries of the vocabulary.
 
@@ -330,10 +331,8 @@ class Judge:
         divergence = loss = agreed = 0.0
         for log_p_TV, log_q_TV, targets_T in self._predictions(load_whole(checkpoint, dtype)):
             loss += loss_of(log_q_TV, targets_T)
-            agreed += float((log_p_TV.argmax(dim=-1) == log_q_TV.argmax(dim=-1)).sum())
-            divergence += float(
-                log_q_TV.neg_().add_(log_p_TV).mul_(log_p_TV.exp()).sum(dim=-1).sum(dtype=torch.float64)
-            )
+            agreed += float(agreements(log_p_TV, log_q_TV).sum())
+            divergence += float(divergences(log_p_TV, log_q_TV).sum(dtype=torch.float64))
         kl, mean_loss, top1 = (each / self.num_tokens for each in (divergence, loss, agreed))
         if not isfinite(kl) or not isfinite(mean_loss):
             raise ValueError("the checkpoint gives logits that are not finite.")
@@ -352,7 +351,7 @@ class Judge:
 
 def loss_of(log_q_TV: Tensor, targets_T: Tensor) -> float:
     """The sum of negative log-probabilities of what came."""
-    return -float(log_q_TV.gather(1, targets_T[:, None]).sum(dtype=torch.float64))
+    return float(losses(log_q_TV, targets_T).sum(dtype=torch.float64))
 
 
 def load_whole(folder: Path, dtype: torch.dtype) -> Any:

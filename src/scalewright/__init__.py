@@ -1,6 +1,7 @@
 """Scalewright: finds the scales that lose least when a language model is written in few bits."""
 
 from scalewright.errors import ScalewrightError
+from scalewright.evaluation import evaluate
 from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from scalewright.observers import Observer
 from scalewright.oneshot import Result, oneshot
@@ -17,5 +18,6 @@ __all__ = [
     "Result",
     "ScalewrightError",
     "__version__",
+    "evaluate",
     "oneshot",
 ]

@@ -143,7 +143,7 @@ def _shortage(name: str, options: DataOptions, num_samples: int, num_tokens: int
     if num_samples < options.num_samples:
         full = f" once they are packed into sequences of {options.max_seq_length} tokens" if is_packed else ""
         notes.append(f"{name}: {options.num_samples} samples were asked for, and there are {num_samples}{full}.")
-    if num_tokens < _FEW_TOKENS:
+    if num_tokens < _FEW_TOKENS and options.is_calibration:
         notes.append(
             f"{name}: {num_tokens} tokens are little to calibrate with; scales may not fit other text. "
             f"Give {_FEW_TOKENS} or more."

@@ -22,10 +22,10 @@ from scalewright.calibration.pipelines import (
     MetAgainError,
     OnStep,
     Visit,
-    _evaluating,
     _Route,
-    _without_cache,
+    evaluating,
     silent,
+    without_cache,
 )
 from scalewright.calibration.plan import LM_HEAD, Plan
 from scalewright.calibration.steps import Unit, is_within
@@ -109,8 +109,8 @@ class Squares(Calibration):
         units = [Unit(name, module, []) for name, module in modules.items()]
         with (
             torch.no_grad(),
-            _evaluating(self.model),
-            _without_cache(self.model),
+            evaluating(self.model),
+            without_cache(self.model),
             self._masks.following(),
             tapped(taps, self._masks),
             _Route(self.model, units).known() as route,

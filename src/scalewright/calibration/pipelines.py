@@ -125,7 +125,7 @@ class Calibration:
         run = {"data_free": self._data_free, "basic": self._basic, "sequential": self._sequential}[pipeline]
         for layer in self.layers:
             layer.keeps_weight = self.weights is None or pipeline == "sequential"
-        with torch.no_grad(), _evaluating(self.model), _without_cache(self.model), self._masks.following():
+        with torch.no_grad(), evaluating(self.model), without_cache(self.model), self._masks.following():
             done = {layer.name: layer for layer in run()}
         return [done[layer.name] for layer in self.layers]
 
@@ -520,7 +520,7 @@ def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLay
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout and the like are off while inside."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -532,7 +532,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> Iterator[None]:
     """A kv cache would only cost memory, and a block that is run twice would fill it twice."""
     configs = {id(config): config for config in _configs(model)}.values()
     with ExitStack() as stack:

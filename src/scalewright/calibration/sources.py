@@ -46,6 +46,8 @@ class DataOptions:
     split: str = "train"
     seed: int = 0
     tokens_per_batch: int = 2048
+    is_calibration: bool = True
+    """Whether scales are found with the data: few tokens are then worth a note."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_seq_length", "batch_size"):

@@ -63,7 +63,7 @@ def load_model(
         with without_bars():
             loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise _cannot_load(model, error) from None
+        raise cannot_load(model, error) from None
     return loaded if device is None else loaded.to(device)
 
 
@@ -82,7 +82,7 @@ def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Mod
         with torch.device("meta"):
             built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise _cannot_load(model, error) from None
+        raise cannot_load(model, error) from None
     return built
 
 
@@ -151,10 +151,16 @@ def _from_config(model: nn.Module, name: str) -> int | None:
 
 
 def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
-    """The configuration of a model, and the class that loads such models."""
-    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    """The configuration of a model that is not quantised yet, and the class that loads such models."""
+    config, auto = config_and_class(model, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{model}: is quantised already. Give the original.")
+    return config, auto
+
+
+def config_and_class(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The configuration of a model, and the class that loads such models."""
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     return config, _auto_for(config)
 
 
@@ -167,7 +173,8 @@ def _auto_for(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _cannot_load(model: str | Path, error: Exception) -> ModelError:
+def cannot_load(model: str | Path, error: Exception) -> ModelError:
+    """Why a model cannot be loaded, in words."""
     if isinstance(error, ModelError):
         return error
     if isinstance(model, Path) or "/" not in str(model).strip("/") or Path(model).exists() or str(model)[0] in "./~":

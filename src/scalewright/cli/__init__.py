@@ -4,10 +4,17 @@ Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be d
 errors and nothing else to stderr.
 """
 
-from scalewright.cli import catalog, importance, plan, quantize, report  # their import registers them, as in `--help`
+from scalewright.cli import (  # their import registers them, in the order of `--help`
+    catalog,
+    evaluate,
+    importance,
+    plan,
+    quantize,
+    report,
+)
 from scalewright.cli.app import app
 
-__all__ = ["app", "catalog", "importance", "main", "plan", "quantize", "report"]
+__all__ = ["app", "catalog", "evaluate", "importance", "main", "plan", "quantize", "report"]
 
 
 def main() -> None:
