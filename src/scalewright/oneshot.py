@@ -27,13 +27,13 @@ from scalewright.checkpoint.loading import (
     check_dtype,
     load_companions,
     load_model,
-    load_quantized,
     samples_for,
     sequence_length,
 )
 from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
 from scalewright.checkpoint.parts import Part
+from scalewright.checkpoint.reading import load_checkpoint
 from scalewright.checkpoint.saving import check_output, save_checkpoint
 from scalewright.checkpoint.shelf import Shelf
 from scalewright.errors import OutputError, RecipeError, StrictError
@@ -72,7 +72,7 @@ class Result:
     def model(self) -> nn.Module:
         """The quantised model. One that was not in memory is loaded from where it was written."""
         if self.files is not None and self.output_dir is not None:
-            self.in_memory, self.files = load_quantized(self.output_dir), None
+            (self.in_memory, _), self.files = load_checkpoint(self.output_dir), None
         return self.in_memory
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:

@@ -67,14 +67,6 @@ def load_model(
     return loaded if device is None else loaded.to(device)
 
 
-def load_quantized(folder: Path) -> nn.Module:
-    """A checkpoint that was written here, as transformers reads it."""
-    auto = _auto_for(transformers.AutoConfig.from_pretrained(folder))
-    with without_bars():
-        loaded: nn.Module = auto.from_pretrained(folder, dtype="auto")
-    return loaded
-
-
 def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
     """The model that a path or hub name stands for, without its weights."""
     try:
