@@ -3,6 +3,7 @@
 from scalewright.errors import ScalewrightError
 from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from scalewright.observers import Observer
+from scalewright.observing import observe
 from scalewright.oneshot import Result, oneshot
 from scalewright.recipe import Recipe
 
@@ -17,5 +18,6 @@ __all__ = [
     "Result",
     "ScalewrightError",
     "__version__",
+    "observe",
     "oneshot",
 ]

@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
         "Result",
         "ScalewrightError",
         "__version__",
+        "observe",
         "oneshot",
     ],
     scalewright.observers: [

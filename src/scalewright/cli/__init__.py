@@ -4,10 +4,16 @@ Exit codes: 0 all went well, 1 something broke, 2 what was asked for cannot be d
 errors and nothing else to stderr.
 """
 
-from scalewright.cli import catalog, importance, plan, quantize  # their import registers them, in the order of `--help`
+from scalewright.cli import (  # their import registers them, in the order of `--help`
+    catalog,
+    importance,
+    observe,
+    plan,
+    quantize,
+)
 from scalewright.cli.app import app
 
-__all__ = ["app", "catalog", "importance", "main", "plan", "quantize"]
+__all__ = ["app", "catalog", "importance", "main", "observe", "plan", "quantize"]
 
 
 def main() -> None:

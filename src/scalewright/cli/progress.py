@@ -12,7 +12,13 @@ from typing_extensions import override
 
 from scalewright.cli.shown import err_console
 
-_UNITS = {"gathering": "tokens", "calibrating": "tokens", "quantising": "layers"}
+_UNITS = {
+    "gathering": "tokens",
+    "observing": "tokens",
+    "calibrating": "tokens",
+    "quantising": "layers",
+    "weighing": "layers",
+}
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """What records mean: figures of each layer, and notes in words on what stands out.
 
-Exact, whatever the model's dtype: ranges, channels, tokens, kurtosis (of sums in float64), losses of weights, and losses
+Exact, whatever the model's dtype: ranges, channels, tokens, kurtosis (of sums in float64), losses of weights, and those
 of dynamic scales (under a global scale, as NVFP4 has it, each batch has its own). Losses of static scales are those of
-all values that were seen, as bf16: exact for models in bf16, and hardly off for others, whose values move by .4 % at the
-most.
+all values that were seen, as bf16: exact for models in bf16, and hardly off for others, whose values move by .4 % at
+the most.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from scalewright.calibration.targets import first_of
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.histogram import code_values, noise_under, squares_of
 from scalewright.numerics.layout import strategy_of
@@ -242,9 +243,18 @@ def experts_of(layers: Sequence[LayerFigures]) -> dict[str, dict[int, int]]:
 
 
 def notes_on(layers: Sequence[LayerFigures]) -> list[str]:
-    """What stands out, in words: the worst layers first, then dead channels and dead experts."""
-    notes = [note for layer in worst_first(layers) for note in _notes_on_losses(layer)]
-    notes += [note for layer in layers for note in _notes_on_channels(layer)]
+    """What stands out, in words: the worst layers first, then dead channels and dead experts.
+
+    Layers of which the same is to be told, such as those that share an input, share a note.
+    """
+    alike: dict[str, list[str]] = {}
+    for layer in worst_first(layers):
+        for told in _losses_told(layer):
+            alike.setdefault(told, []).append(layer.name)
+    for layer in layers:
+        for told in _dead_channels_told(layer):
+            alike.setdefault(told, []).append(layer.name)
+    notes = [f"{first_of(names)}: {told}" for told, names in alike.items()]
     experts = experts_of(layers)
     for name, tokens in experts.items():
         dead = [number for number, count in tokens.items() if count == 0]
@@ -260,15 +270,15 @@ def notes_on(layers: Sequence[LayerFigures]) -> list[str]:
     return notes
 
 
-def _notes_on_losses(layer: LayerFigures) -> list[str]:
+def _losses_told(layer: LayerFigures) -> list[str]:
     if layer.input is None:
         return []
     facts, channels = [], layer.input.channels
     if channels.outliers:
-        are = "channel is" if len(channels.outliers) == 1 else "channels are"
+        are = "is" if len(channels.outliers) == 1 else "are"
         facts.append(
-            f"{len(channels.outliers)} of {channels.count} {are} over {OUTLIER:g} times the median channel (the "
-            f"largest, {channels.outliers[0][0]}, is {channels.outliers[0][1]:.0f} times it)"
+            f"{len(channels.outliers)} of {channels.count} channels {are} over {OUTLIER:g} times the median channel "
+            f"(the largest, {channels.outliers[0][0]}, is {channels.outliers[0][1]:.0f} times it)"
         )
     best, gain = layer.input.best, layer.input.lost_by_one_scale
     if best is not None and gain >= _WORTH_DB and (best[1] <= _POOR_DB or facts):
@@ -276,15 +286,15 @@ def _notes_on_losses(layer: LayerFigures) -> list[str]:
             f"one scale for all tokens keeps {best[1]:.1f} dB at best ({best[0]}), and loses {gain:.1f} dB against one "
             "for each token: use dynamic activations or ignore it"
         )
-    return [f"{layer.name}: {'; '.join(facts)}."] if facts else []
+    return [f"{'; '.join(facts)}."] if facts else []
 
 
-def _notes_on_channels(layer: LayerFigures) -> list[str]:
+def _dead_channels_told(layer: LayerFigures) -> list[str]:
     parts = [("columns of its weight", layer.weight.channels)]
     if layer.input is not None:
         parts.insert(0, ("input channels", layer.input.channels))
     return [
-        f"{layer.name}: {len(channels.dead)} of {channels.count} {what} have only zeros ({_some(channels.dead)})."
+        f"{len(channels.dead)} of {channels.count} {what} have only zeros ({_some(channels.dead)})."
         for what, channels in parts
         if channels.dead
     ]

@@ -152,8 +152,8 @@ class LayerRecord:
         """What would be known if both had been seen by one. The name of the layer is for errors."""
         if not self.weight.is_like(other.weight):
             raise MergeError(
-                f"{name}: its weight is {_told(self.weight)} in one, and {_told(other.weight)} in the other. Merge what was "
-                "observed of one model."
+                f"{name}: its weight is {_told(self.weight)} in one, and {_told(other.weight)} in the other. Merge "
+                "what was observed of one model."
             )
         observers = {name: _both(mine, other.observers[name]) for name, mine in self.observers.items()}
         return replace(self, input=self.input + other.input, observers=observers)
