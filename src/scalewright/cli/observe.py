@@ -156,8 +156,8 @@ def _table(found: Observations, *, worst_first: bool) -> Table:
     for layer in layers:
         table.add_row(layer.name, *(cells[by_name[layer.name]] for cells in shown.values()))
     table.caption = (
-        "times median: the largest channel beside the middle one; kurtosis: 3 is normal; each token: with scales that "
-        "are found while the model runs"
+        "times median: the largest channel beside the middle one; kurtosis: 3 is normal; dB: of all values together, "
+        "or of the mean token if that is less; each token: with scales that are found while the model runs"
     )
     return table
 
@@ -177,8 +177,10 @@ def _columns(found: Observations) -> dict[str, list[str]]:
     }
     for name in found.observers:
         chosen = [None if each is None else each.choices.get(name) for each in inputs]
-        columns[name.replace("_", "\n")] = ["" if each is None else _db(each.db) for each in chosen]
-    columns["each\ntoken"] = ["" if each is None else _db(each.dynamic_db) for each in inputs]
+        kept = [None if each is None else each.kept for each in chosen]
+        columns[name.replace("_", "\n")] = [_db(None if each is None else each.least) for each in kept]
+    dynamic = [None if each is None else each.dynamic for each in inputs]
+    columns["each\ntoken"] = [_db(None if each is None else each.least) for each in dynamic]
     columns["weight\nout-\nliers"] = [str(len(each.weight.channels.outliers) or "") for each in layers]
     columns["weight\nkurt-\nosis"] = [_short(each.weight.kurtosis) for each in layers]
     for name in found.observers:

@@ -25,12 +25,12 @@ def for_each_token(args: QuantizationArgs) -> QuantizationArgs:
     return by_token
 
 
-def dynamic_noise(x_TH: Tensor, args: QuantizationArgs) -> float:
+def dynamic_noise(x_TH: Tensor, args: QuantizationArgs, *, global_absmax: Tensor) -> float:
     """The sum of squared errors, in float64, under scales of each token's (or group's) own range.
 
-    Under TENSOR_GROUP the global scale is that of `x_TH`.
+    Under TENSOR_GROUP the global scale is made from `global_absmax`.
     """
-    global_scale = global_scale_of(x_TH.abs().max()) if strategy_of(args) == "tensor_group" else None
+    global_scale = global_scale_of(global_absmax) if strategy_of(args) == "tensor_group" else None
     dtype, grid = stored_dtype(x_TH.dtype, args), grid_of(args)
     noise = 0.0
     for piece_TH in torch.split(x_TH, max(1, _PIECE // x_TH.shape[-1])):

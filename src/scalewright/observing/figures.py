@@ -1,5 +1,9 @@
 """What records mean: figures of each layer, and notes in words on what stands out.
 
+Losses are told twice, in decibels of signal to noise: of all values together, and of the mean token. Where a few tokens
+are loud, the first says little of the others, which may all have been rounded to nothing; and the second says little of
+the loud ones, which may have been cut off. What is kept is the lesser of both.
+
 Exact, whatever the model's dtype: ranges, channels, tokens, kurtosis (of sums in float64), losses of weights, and those
 of dynamic scales (under a global scale, as NVFP4 has it, each batch has its own). Losses of static scales are those of
 all values that were seen, as bf16: exact for models in bf16, and hardly off for others, whose values move by .4 % at
@@ -12,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from hashlib import sha256
 from typing import Any
 
@@ -67,6 +72,21 @@ class Channels:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What is left of a layer's input, in decibels of signal to noise."""
+
+    db: float
+    """Of all values together."""
+    token_db: float
+    """Of the mean token: classes of tokens that are about as strong weigh as much as they have tokens."""
+
+    @property
+    def least(self) -> float:
+        """The lesser of both."""
+        return min(self.db, self.token_db)
+
+
+@dataclass(frozen=True)
 class InputChoice:
     """What an observer would choose for the input of a layer, and what is lost by it."""
 
@@ -77,8 +97,8 @@ class InputChoice:
     zero_point: float | None = None
     global_scale: float | None = None
     """Under which groups have scales that are found while the model runs."""
-    db: float | None = None
-    """Signal to noise of all values that were seen."""
+    kept: Kept | None = None
+    """With its scale; None for a global scale alone."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +110,21 @@ class InputFigures:
     kurtosis: float | None
     channels: Channels
     choices: Mapping[str, InputChoice] = field(default_factory=dict)
-    dynamic_db: float | None = None
+    dynamic: Kept | None = None
     """With scales for each token (or group of it), found while the model runs; None if activations are left alone."""
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The observer that loses least, and what is left."""
-        kept = {name: each.db for name, each in self.choices.items() if each.db is not None}
+        """The observer that loses least, and what is kept."""
+        kept = {name: each.kept.least for name, each in self.choices.items() if each.kept is not None}
         return max(kept.items(), key=lambda each: each[1]) if kept else None
 
     @property
     def lost_by_one_scale(self) -> float:
         """How many decibels scales for each token would gain over the best that is the same for all."""
-        if self.best is None or self.dynamic_db is None or not math.isfinite(self.dynamic_db):
+        if self.best is None or self.dynamic is None or not math.isfinite(self.dynamic.least):
             return 0.0
-        return self.dynamic_db - self.best[1]
+        return self.dynamic.least - self.best[1]
 
 
 @dataclass(frozen=True)
@@ -139,8 +159,8 @@ class LayerFigures:
     def worst_db(self) -> float:
         """What is left of its input or its weight, whichever is less, with the best observers."""
         kept = [self.weight.best] if self.input is None else [self.input.best, self.weight.best]
-        if self.input is not None and self.input.best is None and self.input.dynamic_db is not None:
-            kept.append(("dynamic", self.input.dynamic_db))
+        if self.input is not None and self.input.best is None and self.input.dynamic is not None:
+            kept.append(("dynamic", self.input.dynamic.least))
         return min((each[1] for each in kept if each is not None), default=math.inf)
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,13 +204,13 @@ def _figures(name: str, record: LayerRecord, chosen: dict[tuple[str, bytes], Inp
         seen.moments.kurtosis,
         Channels.of(torch.maximum(-seen.lo_H, seen.hi_H)),
         choices,
-        None if seen.dynamic_noise is None else decibels(seen.moments.squares, float(seen.dynamic_noise)),
+        _kept(seen, {k: (float(each.signal), each.noise) for k, each in seen.strengths.items()}),
     )
     return LayerFigures(name, seen.num_tokens, of_input, of_weight)
 
 
 def _choice(observer: Observer, seen: InputRecord) -> InputChoice:
-    assert seen.counts_C is not None and seen.lo_H is not None and seen.hi_H is not None
+    assert seen.lo_H is not None and seen.hi_H is not None
     args: QuantizationArgs = observer.args
     if strategy_of(args) != "tensor":
         global_scale = observer.get_global_scale()
@@ -199,14 +219,29 @@ def _choice(observer: Observer, seen: InputRecord) -> InputChoice:
     qparams, grid = observer.get_qparams(), grid_of(args)
     values_C = code_values()
     scale, zero_point = (qparams[key].cpu() for key in ("scale", "zero_point"))
-    noise = noise_under(seen.counts_C, values_C, scale, zero_point, grid)
+    losses = {
+        k: (squares_of(each.counts_C, values_C), noise_under(each.counts_C, values_C, scale, zero_point, grid))
+        for k, each in seen.strengths.items()
+    }
     step, point = float(scale), float(zero_point)
     return InputChoice(
         (grid.low - point) * step,
         (grid.high - point) * step,
         step,
         point,
-        db=decibels(squares_of(seen.counts_C, values_C), noise),
+        kept=_kept(seen, losses),
+    )
+
+
+def _kept(seen: InputRecord, losses: Mapping[int, tuple[float, float | Fraction | None]]) -> Kept | None:
+    """What is left, from signal and noise of each class of tokens; None if there is no noise to speak of."""
+    known = {k: (signal, float(noise)) for k, (signal, noise) in losses.items() if noise is not None and signal > 0}
+    if len(known) < sum(signal > 0 for signal, _ in losses.values()):
+        return None
+    tokens = {k: seen.strengths[k].num_tokens for k in known}
+    return Kept(
+        decibels(sum(signal for signal, _ in known.values()), sum(noise for _, noise in known.values())),
+        decibels(sum(tokens.values()), sum(tokens[k] * noise / signal for k, (signal, noise) in known.items())),
     )
 
 

@@ -7,6 +7,7 @@ input have in common is written once. Sums are fractions in text, so that they a
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
@@ -25,7 +26,7 @@ from scalewright.modifiers.schemes import scheme_named
 from scalewright.numerics.histogram import NUM_CODES
 from scalewright.numerics.moments import Moments
 from scalewright.observers import Observer
-from scalewright.observing.records import InputRecord, LayerRecord, WeightChoice, WeightRecord
+from scalewright.observing.records import InputRecord, LayerRecord, StrengthRecord, WeightChoice, WeightRecord
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 _OBSERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,14 +51,20 @@ class _StoredObserver(_Checked):
     statistics: dict[str, str]
 
 
+class _StoredStrength(_Checked):
+    num_tokens: NonNegativeInt
+    counts: str
+    signal: Sum
+    noise: Sum | None
+
+
 class _StoredInput(_Checked):
     num_tokens: NonNegativeInt
     lo: str | None
     hi: str | None
-    counts: str | None
     num_values: NonNegativeInt
     sums: list[Sum]
-    dynamic_noise: Sum | None
+    strengths: dict[str, _StoredStrength]
 
 
 class _StoredChoice(_Checked):
@@ -104,17 +111,22 @@ def packed(records: Mapping[str, LayerRecord]) -> dict[str, Any]:
 
 
 def _pack_input(record: InputRecord, tensors: dict[str, _StoredTensor]) -> _StoredInput:
-    lo, hi, counts = (
-        None if each is None else _put(each, tensors) for each in (record.lo_H, record.hi_H, record.counts_C)
-    )
+    lo, hi = (None if each is None else _put(each, tensors) for each in (record.lo_H, record.hi_H))
     return _StoredInput(
         num_tokens=record.num_tokens,
         lo=lo,
         hi=hi,
-        counts=counts,
         num_values=record.moments.count,
         sums=[str(each) for each in record.moments.sums],
-        dynamic_noise=None if record.dynamic_noise is None else str(record.dynamic_noise),
+        strengths={
+            str(k): _StoredStrength(
+                num_tokens=each.num_tokens,
+                counts=_put(each.counts_C, tensors),
+                signal=str(each.signal),
+                noise=None if each.noise is None else str(each.noise),
+            )
+            for k, each in record.strengths.items()
+        },
     )
 
 
@@ -249,19 +261,34 @@ def _unpack_input(stored: _StoredInput, width: tuple[int, ...], table: _Table) -
         )
     if stored.num_tokens == 0:
         return InputRecord()
-    if stored.lo is None or stored.hi is None or stored.counts is None:
-        raise ObservationsError("there are tokens, and no range or no counts.")
-    counts_C = table.get(stored.counts, torch.int64, (NUM_CODES,), "counts of the input")
-    if int(counts_C.sum()) != stored.num_values:
-        raise ObservationsError(f"{stored.num_values} values were seen, and {int(counts_C.sum())} are counted.")
+    if stored.lo is None or stored.hi is None:
+        raise ObservationsError("there are tokens, and no range.")
+    strengths = {_class(k): _unpack_strength(each, width[0], table) for k, each in stored.strengths.items()}
+    num_tokens = sum(each.num_tokens for each in strengths.values())
+    if num_tokens != stored.num_tokens:
+        raise ObservationsError(f"{stored.num_tokens} tokens were seen, and {num_tokens} have a strength.")
     return InputRecord(
         stored.num_tokens,
         table.get(stored.lo, torch.float32, width, "least values of the input"),
         table.get(stored.hi, torch.float32, width, "largest values of the input"),
-        counts_C,
         Moments(stored.num_values, tuple(Fraction(each) for each in stored.sums)),
-        None if stored.dynamic_noise is None else Fraction(stored.dynamic_noise),
+        strengths,
     )
+
+
+def _unpack_strength(stored: _StoredStrength, width: int, table: _Table) -> StrengthRecord:
+    counts_C = table.get(stored.counts, torch.int64, (NUM_CODES,), "counts of the input")
+    num_values = stored.num_tokens * width
+    if int(counts_C.sum()) != num_values:
+        raise ObservationsError(f"{num_values} values were seen, and {int(counts_C.sum())} are counted.")
+    noise = None if stored.noise is None else Fraction(stored.noise)
+    return StrengthRecord(stored.num_tokens, counts_C, Fraction(stored.signal), noise)
+
+
+def _class(text: str) -> int:
+    if re.fullmatch(r"-?[0-9]{1,4}", text) is None:
+        raise ObservationsError(f"'{text}' is no class of strength.")
+    return int(text)
 
 
 def _unpack_observer(

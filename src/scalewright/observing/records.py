@@ -28,18 +28,40 @@ from scalewright.observers import Observer
 
 # T tokens, H input channels, C codes of bf16 in order of their value.
 
+_SILENT = -1000  # the class of tokens that are zeros; no float32 is so small
+
+
+@dataclass(frozen=True)
+class StrengthRecord:
+    """Tokens that are about as strong: every value as bf16, and what scales for each token lose."""
+
+    num_tokens: int
+    counts_C: Tensor
+    signal: Fraction
+    """The sum of squares."""
+    noise: Fraction | None
+    """The squared error under scales for each token, as the scheme rounds; None where it leaves activations alone."""
+
+    def __add__(self, other: StrengthRecord) -> StrengthRecord:
+        """The record of the tokens of both."""
+        return StrengthRecord(
+            self.num_tokens + other.num_tokens,
+            self.counts_C + other.counts_C,
+            self.signal + other.signal,
+            None if self.noise is None or other.noise is None else self.noise + other.noise,
+        )
+
 
 @dataclass(frozen=True)
 class InputRecord:
-    """All tokens that a layer was given: how many, the range of each channel, every value as bf16, sums of powers."""
+    """All tokens that a layer was given: how many, the range of each channel, sums of powers, tokens by strength."""
 
     num_tokens: int = 0
     lo_H: Tensor | None = None
     hi_H: Tensor | None = None
-    counts_C: Tensor | None = None
     moments: Moments = field(default_factory=Moments)
-    dynamic_noise: Fraction | None = None
-    """The squared error under scales for each token, as the scheme rounds; None where it leaves activations alone."""
+    strengths: Mapping[int, StrengthRecord] = field(default_factory=dict)
+    """Tokens whose root mean square is from 4^(k-1) up to 4^k, by k. Loud tokens would drown the others."""
 
     @classmethod
     def of(cls, x_TH: Tensor, dynamic: QuantizationArgs | None) -> InputRecord:
@@ -52,31 +74,50 @@ class InputRecord:
             raise NonFiniteError(
                 f"{num_bad} of {x_TH.numel()} values are NaN or Inf. Mend the model, or leave this layer out."
             )
-        return cls(
-            len(x_TH),
-            lo_H.cpu(),
-            hi_H.cpu(),
-            count_codes(x_TH.unsqueeze(1)).reshape(-1).cpu(),
-            moments_of(x_TH),
-            None if dynamic is None else Fraction(dynamic_noise(x_TH, dynamic)),
-        )
+        global_absmax = torch.maximum(-lo_H.min(), hi_H.max())
+        classes_T = strength_classes(x_TH)
+        strengths = {
+            int(k): _strength_record(x_TH[classes_T == k], dynamic, global_absmax) for k in torch.unique(classes_T)
+        }
+        return cls(len(x_TH), lo_H.cpu(), hi_H.cpu(), moments_of(x_TH), strengths)
 
     def __add__(self, other: InputRecord) -> InputRecord:
         """The record of the tokens of both."""
-        if self.lo_H is None or self.hi_H is None or self.counts_C is None:
+        if self.lo_H is None or self.hi_H is None:
             return other
-        if other.lo_H is None or other.hi_H is None or other.counts_C is None:
+        if other.lo_H is None or other.hi_H is None:
             return self
+        strengths = dict(self.strengths)
+        for k, record in other.strengths.items():
+            strengths[k] = strengths[k] + record if k in strengths else record
         return InputRecord(
             self.num_tokens + other.num_tokens,
             torch.minimum(self.lo_H, other.lo_H),
             torch.maximum(self.hi_H, other.hi_H),
-            self.counts_C + other.counts_C,
             self.moments + other.moments,
-            None
-            if self.dynamic_noise is None or other.dynamic_noise is None
-            else self.dynamic_noise + other.dynamic_noise,
+            dict(sorted(strengths.items())),
         )
+
+    def all_counts(self) -> Tensor:
+        """How often each bf16 value was seen, in all tokens; there was one at least."""
+        return torch.stack([each.counts_C for each in self.strengths.values()]).sum(dim=0)
+
+
+def strength_classes(x_TH: Tensor) -> Tensor:
+    """For each token the least k such that its root mean square is below 4^k; tokens of zeros have a k of their own."""
+    rms_T = torch.linalg.vector_norm(x_TH.double(), dim=-1) / x_TH.shape[-1] ** 0.5
+    _, exponent_T = torch.frexp(rms_T)  # 2^(e-1) <= rms < 2^e
+    k_T = torch.div(exponent_T + 1, 2, rounding_mode="floor")
+    return torch.where(rms_T > 0, k_T, _SILENT).cpu()
+
+
+def _strength_record(x_TH: Tensor, dynamic: QuantizationArgs | None, global_absmax: Tensor) -> StrengthRecord:
+    return StrengthRecord(
+        len(x_TH),
+        count_codes(x_TH.unsqueeze(1)).reshape(-1).cpu(),
+        moments_of(x_TH).sums[1],
+        None if dynamic is None else Fraction(dynamic_noise(x_TH, dynamic, global_absmax=global_absmax)),
+    )
 
 
 @dataclass(frozen=True)

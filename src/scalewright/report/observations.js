@@ -103,8 +103,8 @@
       if (layer.dead) facts.push(`${layer.dead} dead channels`);
     }
     byId("figures").textContent = facts.join(" · ");
-    fill("choices", ["input: observer", "from", "to", "kept"], (layer.choices || []).map(([name, low, high, db]) => [name, short(low), short(high), decibels(db)]),
-      isKnown(layer.dynamic_db) ? ["scales for each token", "", "", decibels(layer.dynamic_db)] : null);
+    fill("choices", ["input: observer", "from", "to", "all values", "mean token"], (layer.choices || []).map(([name, low, high, ...kept]) => [name, short(low), short(high), ...kept.map(decibels)]),
+      isKnown(layer.dynamic_db) ? ["scales for each token", "", "", ...layer.dynamic.map(decibels)] : null);
     fill("weights", ["weight: observer", "range, of min-max's", "kept"], layer.weights.map(([name, db, share]) => [name, short(share), decibels(db)]));
     const picture = pictures[picked];
     if (!picture) { Plotly.purge("histogram"); byId("histogram").textContent = ""; return; }
@@ -114,8 +114,8 @@
       type: "bar", name: "values seen", x: picture.counts.map((_, number) => picture.from + (number + 0.5) * width), y: picture.counts,
       width, marker: { color: colour("bar"), line: { width: 0 } }, hovertemplate: "%{y:,} values about %{x:.4g}<extra></extra>",
     };
-    const lines = (layer.choices || []).map(([name, low, high, db]) => ({
-      type: "scatter", mode: "lines", name: `${plain(name)}${isKnown(db) ? `, ${decibels(db)}` : ""}`, x: [low, low, null, high, high], y: [0.8, most, null, 0.8, most],
+    const lines = (layer.choices || []).map(([name, low, high, db, tokenDb]) => ({
+      type: "scatter", mode: "lines", name: `${plain(name)}${isKnown(db) ? `, ${decibels(Math.min(db, tokenDb))}` : ""}`, x: [low, low, null, high, high], y: [0.8, most, null, 0.8, most],
       line: { width: 2 }, hovertemplate: `${plain(name)}: %{x:.4g}<extra></extra>`,
     }));
     draw("histogram", [bars, ...lines], {

@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 
 from scalewright.numerics.histogram import code_values
 from scalewright.observing import Observations
-from scalewright.observing.figures import OUTLIER, LayerFigures, worst_first
+from scalewright.observing.figures import OUTLIER, Kept, LayerFigures, worst_first
 from scalewright.observing.records import InputRecord
 
 _NUM_BINS = 121  # an odd number: zero, where many values are, has a bin of its own when the range is even
@@ -79,25 +79,30 @@ def _row(layer: LayerFigures) -> dict[str, Any]:
         "dead": len(seen.channels.dead),
         "kurtosis": _short(seen.kurtosis),
         "static_db": None if seen.best is None else _short(seen.best[1]),
-        "dynamic_db": _short(seen.dynamic_db),
+        "dynamic_db": None if seen.dynamic is None else _short(seen.dynamic.least),
+        "dynamic": _both(seen.dynamic),
         "lost": _short(seen.lost_by_one_scale) if seen.best is not None else None,
         "choices": [
-            [name, _short(each.low), _short(each.high), _short(each.db)] for name, each in seen.choices.items()
+            [name, _short(each.low), _short(each.high), *_both(each.kept)] for name, each in seen.choices.items()
         ],
     }
 
 
 def _picture(seen: InputRecord) -> dict[str, Any] | None:
     """A histogram of all values that were seen."""
-    if seen.counts_C is None:
+    if not seen.num_tokens:
         return None
-    is_seen = (seen.counts_C > 0).numpy()
-    values, counts = code_values().numpy()[is_seen].astype(np.float64), seen.counts_C.numpy()[is_seen]
+    counts_C = seen.all_counts().numpy()
+    values, counts = code_values().numpy()[counts_C > 0].astype(np.float64), counts_C[counts_C > 0]
     low, high = float(values.min()), float(values.max())
     if low == high:
         low, high = low - 0.5, high + 0.5
     bins, _ = np.histogram(values, _NUM_BINS, (low, high), weights=counts)
     return {"from": low, "to": high, "counts": [int(each) for each in bins]}
+
+
+def _both(kept: Kept | None) -> list[float | None]:
+    return [None, None] if kept is None else [_short(kept.db), _short(kept.token_db)]
 
 
 def _short(value: float | None) -> float | None:
