@@ -440,6 +440,13 @@ def test_the_model_stays_as_it_was_even_when_the_pass_breaks(kind: Any) -> None:
     assert_untouched(model, before)
 
 
+def test_a_model_in_training_is_seen_as_it_will_be_used() -> None:
+    model = tiny(attention_dropout=0.5, attn_implementation="eager").train()
+    trained = observe(model, IDS.tolist(), batch_size=1, targets=[DOWN], observers="static_minmax")
+    used = observe(model.eval(), IDS.tolist(), batch_size=1, targets=[DOWN], observers="static_minmax")
+    assert packed(trained.records) == packed(used.records)
+
+
 def test_a_weight_that_is_broken_is_named() -> None:
     model = tiny()
     with torch.no_grad():

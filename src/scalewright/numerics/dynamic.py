@@ -17,26 +17,17 @@ from scalewright.numerics.scales import effective_scale, global_scale_of, stored
 _PIECE = 1 << 19  # values that are rounded at a time
 
 
-def for_each_token(args: QuantizationArgs) -> QuantizationArgs:
-    """The arguments with a scale for each token in place of one for all; those that have that, or more, as they are."""
-    if strategy_of(args) != "tensor":
-        return args
-    by_token: QuantizationArgs = args.model_copy(update={"strategy": "token", "dynamic": True})
-    return by_token
-
-
 def dynamic_noise(x_TH: Tensor, args: QuantizationArgs, *, global_absmax: Tensor) -> float:
-    """The sum of squared errors, in float64, under scales of each token's (or group's) own range.
+    """The sum of squared errors, in float64, under scales of each token's own range, or that of each group of it.
 
-    Under TENSOR_GROUP the global scale is made from `global_absmax`.
+    TENSOR is taken as TOKEN. Under TENSOR_GROUP the global scale is made from `global_absmax`.
     """
     global_scale = global_scale_of(global_absmax) if strategy_of(args) == "tensor_group" else None
     dtype, grid = stored_dtype(x_TH.dtype, args), grid_of(args)
     noise = 0.0
     for piece_TH in torch.split(x_TH, max(1, _PIECE // x_TH.shape[-1])):
         values = piece_TH.float()
-        x_NG = values if strategy_of(args) == "token" else flatten_for_calibration(values, "input", args).flatten(0, -2)
-        x_NG = x_NG.reshape(-1, x_NG.shape[-1])
+        x_NG = flatten_for_calibration(values, "input", args).flatten(0, -2)  # each observation has a scale of its own
         lo_N, hi_N = min_max(x_NG.unsqueeze(0))
         scale, zero_point = stored_qparams(lo_N, hi_N, args, global_scale=global_scale, dtype=dtype)
         rounded_NG = quantize_dequantize_(

@@ -19,7 +19,6 @@ from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, LayoutError, ScalewrightError
 from scalewright.modifiers import IMatrixGatherer
 from scalewright.modifiers.schemes import in_words, scheme_named, wants_values
-from scalewright.numerics.dynamic import for_each_token
 from scalewright.numerics.layout import check_divides, check_strategy, strategy_of
 from scalewright.observers import Observer
 from scalewright.observing.observations import Observations
@@ -114,7 +113,7 @@ class _Asked:
         args = self._fitting("input", name, module)
         if args is None:
             return Watcher(name, {}, None)
-        return Watcher(name, {each: input_observer(each, args) for each in self._of["input"]}, for_each_token(args))
+        return Watcher(name, {each: input_observer(each, args) for each in self._of["input"]}, args)
 
     def weight(self, name: str, module: nn.Module) -> WeightRecord:
         """What is known of the weight of a layer."""

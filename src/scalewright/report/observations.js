@@ -99,7 +99,7 @@
     const facts = [layer.shape.join(" × "), `${short(layer.tokens)} tokens`];
     if (isKnown(layer.min)) {
       facts.push(`from ${short(layer.min)} to ${short(layer.max)}`, `kurtosis ${short(layer.kurtosis)}`, `largest channel ${short(layer.ratio)} times the median`);
-      if (layer.num_outliers) facts.push(`${layer.num_outliers} outliers: ${layer.outliers.map(([channel, ratio]) => `${channel} (${short(ratio)})`).join(", ")}${layer.num_outliers > layer.outliers.length ? ", …" : ""}`);
+      if (layer.num_outliers) facts.push(`${layer.num_outliers} outlier${layer.num_outliers > 1 ? "s" : ""}: ${layer.outliers.map(([channel, ratio]) => `${channel} (${short(ratio)})`).join(", ")}${layer.num_outliers > layer.outliers.length ? ", …" : ""}`);
       if (layer.dead) facts.push(`${layer.dead} dead channels`);
     }
     byId("figures").textContent = facts.join(" · ");
