@@ -4,6 +4,7 @@ from scalewright.errors import ScalewrightError
 from scalewright.evaluation import evaluate
 from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from scalewright.observers import Observer
+from scalewright.observing import observe
 from scalewright.oneshot import Result, oneshot
 from scalewright.recipe import Recipe
 
@@ -19,5 +20,6 @@ __all__ = [
     "ScalewrightError",
     "__version__",
     "evaluate",
+    "observe",
     "oneshot",
 ]

@@ -10,6 +10,7 @@
     ├── NoStatisticsError      (AssertionError)  qparams were asked for before anything was seen
     ├── StaleWeightError       (RuntimeError)    a weight was changed between observing and reading
     ├── MergeError             (ValueError)      statistics that do not belong together
+    ├── ObservationsError      (ValueError)      a file of observations that cannot be read
     ├── RecipeError            (ValueError)      a recipe that cannot mean anything
     ├── ModelError             (ValueError)      a model that cannot be loaded, run or quantised as asked
     ├── CalibrationError       (ValueError)      calibration did not show what is needed
@@ -76,6 +77,10 @@ class StaleWeightError(ScalewrightError, RuntimeError):
 
 class MergeError(ScalewrightError, ValueError):
     """Two sets of statistics that cannot be made one."""
+
+
+class ObservationsError(ScalewrightError, ValueError):
+    """A file of observations that cannot be read."""
 
 
 class RecipeError(ScalewrightError, ValueError):

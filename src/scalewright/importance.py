@@ -6,10 +6,7 @@ A file is safetensors: `<layer>.sum` (fp32, [in_features]) is the sum of x^2 of 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
+from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import Importance, gather_squares, layers_meant, note_unseen
 from scalewright.calibration.pipelines import OnStep, silent
-from scalewright.calibration.plan import LM_HEAD, Plan
+from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
-from scalewright.checkpoint.loading import (
-    check_device,
-    check_dtype,
-    load_companions,
-    load_model,
-    samples_for,
-    sequence_length,
-)
-from scalewright.errors import DataError, ImportanceError, OutputError, RecipeError, StrictError
+from scalewright.checkpoint.outputs import check_output_file, write_file
+from scalewright.errors import DataError, ImportanceError
 from scalewright.modifiers import IMatrixGatherer, Modifier
-from scalewright.modifiers.layers import WatchedLayer
-from scalewright.modifiers.schemes import scheme_named
+from scalewright.preparing import layers_and_data, name_of, refuse_if_strict
 
 __all__ = ["Importance", "gather_importance", "load_importance", "merge_importance", "save_importance"]
 
@@ -72,75 +61,43 @@ def gather_importance(
     written there. Data options are those of `oneshot`.
     """
     gatherer = IMatrixGatherer(targets=targets, ignore=ignore)
-    check_dtype(dtype)
-    check_device(device)
     if dataset is None:
         raise DataError("importance is found by running data through the model. Give a dataset.")
     if output_file is not None:
         check_output_file(Path(output_file), overwrite=overwrite)
-    on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
-    loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
-    on_step("loading", type(loaded).__name__, 1, 1)
-    torch.manual_seed(seed)
-    length = sequence_length(loaded, max_seq_length)
-    options = DataOptions(num_calibration_samples, length, batch_size, column, pack, split, seed)
-    with _experts_apart(loaded) as of_experts:
-        modules, of_layers = layers_meant(loaded, gatherer)
-        notes = [*of_experts, *of_layers]
-        if not modules:
-            raise RecipeError(
-                " ".join(["no layer of this model is meant. Name linear layers in targets, or ignore less.", *notes])
-            )
-        options = replace(options, tokens_per_batch=_tokens_per_batch(loaded, modules))
-        samples = samples_for(loaded, dataset, options, companions)
-        notes += samples.notes
-        _refuse_if_strict(notes, strict=strict)
-        with showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-            found = gather_squares(loaded, modules, samples.batches, on_step=on_step)
+    with (
+        layers_and_data(
+            model,
+            dataset,
+            lambda loaded: layers_meant(loaded, gatherer),
+            DataOptions(
+                num_calibration_samples, batch_size=batch_size, column=column, pack=pack, split=split, seed=seed
+            ),
+            max_seq_length=max_seq_length,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            strict=strict,
+            on_step=on_step,
+        ) as ready,
+        showing_all_tokens(ready.model, on=moe_calibrate_all_experts),
+    ):
+        found = gather_squares(ready.model, ready.layers, ready.batches, on_step=on_step)
+    notes = ready.notes
     notes += note_unseen({name: count for name, (_, count) in found.items()})
-    _refuse_if_strict(notes, strict=strict)
+    refuse_if_strict(notes, strict=strict)
     importance = Importance(
         {name: sum_C.cpu() for name, (sum_C, _) in found.items()},
         {name: count for name, (_, count) in found.items()},
-        _name_of(model),
-        samples.num_tokens,
+        name_of(model),
+        ready.num_tokens,
         (seed,),
         notes=notes,
     )
     if output_file is not None:
         save_importance(importance, output_file, overwrite=overwrite)
     return importance
-
-
-def _refuse_if_strict(notes: Sequence[str], *, strict: bool) -> None:
-    if strict and notes:
-        raise StrictError(notes[0])
-
-
-@contextmanager
-def _experts_apart(model: nn.Module) -> Iterator[list[str]]:
-    """While inside, fused experts are single layers; afterwards they are what they were. Gives notes."""
-    fused, notes = unfuse_experts(model)
-    try:
-        yield notes
-    finally:
-        for name, module in fused.items():
-            model.set_submodule(name, module)
-
-
-def _tokens_per_batch(model: nn.Module, modules: dict[str, nn.Module]) -> int:
-    """As many as when the layers are quantised."""
-    layers = [WatchedLayer(name, module, scheme_named("W8A16")) for name, module in modules.items()]
-    return Plan(model, layers, [], "basic", "", [], []).tokens_per_batch()
-
-
-def _name_of(model: nn.Module | str | Path) -> str:
-    """What the model is called; of a folder the last part, for the rest says something of a machine alone."""
-    name = str(model)
-    if isinstance(model, nn.Module):
-        name = str(getattr(getattr(model, "config", None), "_name_or_path", None) or type(model).__name__)
-    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 # ---- several ---------------------------------------------------------------------------------------------------------
@@ -171,7 +128,7 @@ def merge_files(
     if twice is not None:
         raise ImportanceError(f"{twice}: is given twice. What it has must be added once.")
     merged = merge_importance([load_importance(each) for each in files])
-    _refuse_if_strict(merged.notes, strict=strict)
+    refuse_if_strict(merged.notes, strict=strict)
     save_importance(merged, output_file, overwrite=overwrite)
     return merged
 
@@ -201,35 +158,13 @@ def _check_same_layers(one: Importance, other: Importance) -> None:
 
 def save_importance(importance: Importance, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write importance to a file, under a temporary name until it is complete."""
-    path = Path(path)
-    check_output_file(path, overwrite=overwrite)
     tensors: dict[str, Tensor] = {}
     for name, sum_C in importance.sums.items():
         tensors[f"{name}.sum"] = sum_C.detach().float().cpu().contiguous()
         tensors[f"{name}.count"] = torch.tensor(importance.counts[name], dtype=torch.int64)
     seeds = ", ".join(map(str, importance.seeds))
     metadata = dict(zip(_METADATA, (_VERSION, importance.model, str(importance.num_tokens), seeds), strict=True))
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    draft = path.absolute().parent / f".{path.name}.incomplete"
-    try:
-        draft.write_bytes(to_bytes(tensors, metadata))  # its own writer lets nobody else read the file
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    return path
-
-
-def check_output_file(path: Path, *, overwrite: bool) -> None:
-    """Say no, before any work, to a place that a file cannot be written to."""
-    if path.is_dir():
-        raise OutputError(f"{path}: is a folder. Give the name of a file.")
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already. Give another name, or overwrite.")
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{path}: {parent} cannot be written to.")
+    return write_file(Path(path), to_bytes(tensors, metadata), overwrite=overwrite)
 
 
 def load_importance(path: str | Path) -> Importance:

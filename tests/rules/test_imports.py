@@ -25,6 +25,8 @@ ORDER = (
     "recipe",
     "quality",
     "evaluation",
+    "preparing",
+    "observing",
     "report",
     "importance",
     "oneshot",

@@ -28,6 +28,7 @@ PUBLIC_NAMES = {
         "ScalewrightError",
         "__version__",
         "evaluate",
+        "observe",
         "oneshot",
     ],
     scalewright.observers: [

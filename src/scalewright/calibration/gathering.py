@@ -6,7 +6,7 @@ take it over. Files with importance are read elsewhere (importance.py); here it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,24 +16,14 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import is_fused
-from scalewright.calibration.pipelines import (
-    Batch,
-    Calibration,
-    MetAgainError,
-    OnStep,
-    Visit,
-    _Route,
-    evaluating,
-    silent,
-    without_cache,
-)
+from scalewright.calibration.pipelines import Batch, OnStep, silent
 from scalewright.calibration.plan import LM_HEAD, Plan
-from scalewright.calibration.steps import Unit, is_within
-from scalewright.calibration.taps import See, Tap, tapped
 from scalewright.calibration.targets import Pattern, first_of, resolve_targets
+from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, ImportanceError, RecipeError, did_you_mean
 from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
+from scalewright.modifiers.shown import See
 from scalewright.observers import IMatrixMSEObserver
 from scalewright.observers.importance import (
     ImportanceObserver,
@@ -86,54 +76,6 @@ class Importance:
 # ---- the pass --------------------------------------------------------------------------------------------------------
 
 
-class Squares(Calibration):
-    """One pass over the data, in which the inputs of some modules are squared and summed."""
-
-    def gather(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, int]]:
-        """Sum of x^2 [in_features] and number of tokens of each module.
-
-        Padding does not count, an input that several layers share is squared once, and passes end at the last input
-        that is needed. No hook stays behind, whatever happens.
-        """
-        if self.weights is not None:
-            try:
-                return self._gather(modules, by_units=True)
-            except MetAgainError:
-                self._num_shown = 0
-        return self._gather(modules, by_units=False)
-
-    def _gather(self, modules: Mapping[str, nn.Module], *, by_units: bool) -> dict[str, tuple[Tensor, int]]:
-        """`by_units`: all batches go through a block before the next, so that each is read once, and given up."""
-        sums = {name: _empty_sum(name, module) for name, module in modules.items()}
-        taps = [Tap(module, "input", _adding_to(sums[name])) for name, module in modules.items()]
-        units = [Unit(name, module, []) for name, module in modules.items()]
-        with (
-            torch.no_grad(),
-            evaluating(self.model),
-            without_cache(self.model),
-            self._masks.following(),
-            tapped(taps, self._masks),
-            _Route(self.model, units).known() as route,
-        ):
-            if by_units:
-                homes = {next((block for block in self.blocks if is_within(name, block)), name) for name in modules}
-                order = [name for name, _ in self.model.named_modules() if name in homes]
-                self._walk([Unit(name, self.model.get_submodule(name), []) for name in order], self._visit(len(order)))
-            for i in range(0 if by_units else len(self.batches)):
-                with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
-                    self._masks.enter(i)
-                    self._forward(i)
-        return {name: _total(each) for name, each in sums.items()}
-
-    def _visit(self, passes: int) -> Visit:
-        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int]) -> None:
-            for batch in batches:
-                with self._showing(batch, unit.name, passes=passes):
-                    run(batch)
-
-        return visit
-
-
 def gather_squares(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
@@ -143,15 +85,19 @@ def gather_squares(
     blocks: Sequence[str] = (),
     **streaming: Any,
 ) -> dict[str, tuple[Tensor, int]]:
-    """Run the batches, and give the sum of x^2 and the number of tokens that each of the modules was given.
+    """Run the batches, and give the sum of x^2 [in_features] and the number of tokens that each module was given.
 
-    `streaming` is what `Calibration` needs if the model is not in memory, and `blocks` are what it then goes by.
+    Padding does not count, and an input that several layers share is squared once. `blocks` and `streaming` are those
+    of `watch_inputs`.
     """
+    sums: dict[str, ImportanceObserver] = {}
 
-    def gathering(phase: str, what: str, done: int, total: int) -> None:
-        on_step("gathering", what, done, total)
+    def begin() -> dict[str, tuple[nn.Module, See]]:
+        sums.update({name: _empty_sum(name, module) for name, module in modules.items()})
+        return {name: (module, _adding_to(sums[name])) for name, module in modules.items()}
 
-    return Squares(model, [], batches, list(blocks), gathering, **streaming).gather(modules)
+    watch_inputs(model, begin, batches, phase="gathering", on_step=on_step, blocks=blocks, **streaming)
+    return {name: _total(each) for name, each in sums.items()}
 
 
 def _empty_sum(name: str, module: nn.Module) -> ImportanceObserver:
@@ -176,14 +122,19 @@ def _total(observer: ImportanceObserver) -> tuple[Tensor, int]:
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
-def layers_meant(model: nn.Module, gatherer: IMatrixGatherer) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers that a gatherer means, by name, and notes. Fused experts must have been taken apart."""
+def layers_meant(
+    model: nn.Module, gatherer: IMatrixGatherer, *, sought: str = "importance"
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The layers that a gatherer means, by name, and notes. Fused experts must have been taken apart.
+
+    `sought` is what their inputs are watched for.
+    """
     meant = QuantizationModifier(scheme="W8A16", targets=gatherer.targets, ignore=gatherer.ignore)
     targets = resolve_targets(model, meant)
     notes = [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
     odd = [layer.name for layer in targets.layers if isinstance(layer.module, nn.Embedding)]
     if odd:
-        notes.append(f"{first_of(odd)}: what goes into an embedding are token ids, which have no importance.")
+        notes.append(f"{first_of(odd)}: what goes into an embedding are token ids, which have no {sought}.")
     return {layer.name: layer.module for layer in targets.layers if layer.name not in odd}, notes
 
 

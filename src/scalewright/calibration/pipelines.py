@@ -29,8 +29,8 @@ from scalewright.calibration.scratch import WaitingRoom
 from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
-from scalewright.modifiers.layers import QuantizedLayer, See, WatchedLayer
-from scalewright.modifiers.shown import Gallery
+from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
+from scalewright.modifiers.shown import Gallery, See
 from scalewright.numerics.extremes import absmax_of
 from scalewright.observers.fusion import fuse_weight_observers
 

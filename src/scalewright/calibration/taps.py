@@ -6,7 +6,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,7 @@ from compressed_tensors.modeling import register_key_hook, register_query_hook, 
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import Expert
-from scalewright.modifiers.shown import Gallery, Shown
-
-See = Callable[[Shown], object]
+from scalewright.modifiers.shown import Gallery, See
 
 _OTHER_MODALITIES = ("image", "audio")
 _DECODER_INPUTS = ("decoder_attention_mask", "decoder_input_ids", "labels")  # [batch, sequence], if they are there

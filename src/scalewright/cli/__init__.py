@@ -8,13 +8,14 @@ from scalewright.cli import (  # their import registers them, in the order of `-
     catalog,
     evaluate,
     importance,
+    observe,
     plan,
     quantize,
     report,
 )
 from scalewright.cli.app import app
 
-__all__ = ["app", "catalog", "evaluate", "importance", "main", "plan", "quantize", "report"]
+__all__ = ["app", "catalog", "evaluate", "importance", "main", "observe", "plan", "quantize", "report"]
 
 
 def main() -> None:

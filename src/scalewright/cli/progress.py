@@ -14,8 +14,10 @@ from scalewright.cli.shown import err_console
 
 _UNITS = {
     "gathering": "tokens",
+    "observing": "tokens",
     "calibrating": "tokens",
     "quantising": "layers",
+    "weighing": "layers",
     "evaluating": "tokens",
     "generating": "tokens",
 }

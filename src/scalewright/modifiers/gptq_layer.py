@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from scalewright.errors import CalibrationError, NonFiniteError
 from scalewright.modifiers.gptq import Rounding
-from scalewright.modifiers.layers import See, WatchedLayer
-from scalewright.modifiers.shown import Shown
+from scalewright.modifiers.layers import WatchedLayer
+from scalewright.modifiers.shown import See, Shown
 from scalewright.numerics.gptq import Codebook, corrected, descend, refit, round_columns
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, symmetrize_

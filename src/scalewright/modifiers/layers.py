@@ -36,7 +36,7 @@ from scalewright.modifiers.figures import Sample, some_rows
 from scalewright.modifiers.pictures import Picture, Seen, input_picture, weight_picture
 from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.schemes import wants_values
-from scalewright.modifiers.shown import Shown
+from scalewright.modifiers.shown import See, Shown, shown_to
 from scalewright.modifiers.storing import read_back, store
 from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer, make_observer
@@ -47,8 +47,6 @@ from scalewright.observers.searching import SearchObserver
 _SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
 _POOR_DB = 20.0  # an output that keeps less, and
 _WORTH_DB = 6.0  # would gain more by dynamic scales, is named
-
-See = Callable[[Shown], object]
 
 
 @dataclass
@@ -165,7 +163,7 @@ class WatchedLayer:
         """What of the module must be shown to whom while data flows."""
         self._has_data = True
         yield from (
-            (base_name, _shown_to(self.observers[base_name])) for base_name in _ACTIVATIONS & self.observers.keys()
+            (base_name, shown_to(self.observers[base_name])) for base_name in _ACTIVATIONS & self.observers.keys()
         )
         yield from self._sees_for_weights()
         if isinstance(self.module, nn.Linear):
@@ -450,7 +448,7 @@ class WatchedAttention(WatchedLayer):
 
     @override
     def sees(self) -> Iterator[tuple[str, See]]:
-        yield from ((base_name, _shown_to(observer)) for base_name, observer in self.observers.items())
+        yield from ((base_name, shown_to(observer)) for base_name, observer in self.observers.items())
 
     @property
     @override
@@ -514,21 +512,6 @@ def _as_before(model: nn.Module, attention: nn.Module) -> ExitStack:
 
     stack.callback(undo)
     return stack
-
-
-def _shown_to(observer: Observer) -> See:
-    """Shows values to an observer. Where several with equal arguments are shown one tensor, it is looked at once."""
-    if observer.ordered:  # what came before matters
-        return lambda shown: observer(shown.value, mask=shown.mask)
-    key = (type(observer), observer.base_name, observer.args.model_dump_json())
-
-    def look(shown: Shown) -> Observer:
-        alone = type(observer)(observer.base_name, observer.args)
-        alone.label = observer.label
-        alone(shown.value, mask=shown.mask)
-        return alone
-
-    return lambda shown: observer.merge(shown.once(key, lambda: look(shown)))
 
 
 def _squares(shown: Shown) -> tuple[Tensor, int]:

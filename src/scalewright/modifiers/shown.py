@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scalewright.observers import Observer
+
 _T = TypeVar("_T")
 
 
@@ -30,6 +32,25 @@ class Shown:
             self._known[key] = compute()
         found: _T = self._known[key]
         return found
+
+
+See = Callable[[Shown], object]
+"""Somebody who looks at it."""
+
+
+def shown_to(observer: Observer) -> See:
+    """Shows values to an observer. Where several with equal arguments are shown one tensor, it is looked at once."""
+    if observer.ordered:  # what came before matters
+        return lambda shown: observer(shown.value, mask=shown.mask)
+    key = (type(observer), observer.base_name, observer.args.model_dump_json())
+
+    def look(shown: Shown) -> Observer:
+        alone = type(observer)(observer.base_name, observer.args)
+        alone.label = observer.label
+        alone(shown.value, mask=shown.mask)
+        return alone
+
+    return lambda shown: observer.merge(shown.once(key, lambda: look(shown)))
 
 
 @dataclass

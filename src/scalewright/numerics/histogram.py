@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scalewright.numerics.grids import Grid
+from scalewright.numerics.measure import quantize_dequantize_
 
 # N observations, Q qparam positions, G elements that share one scale, C codes in order of their value.
 
@@ -119,6 +120,19 @@ def entropy_threshold(counts_C: Tensor, values_C: Tensor, grid: Grid, *, num_bin
     divergence = torch.cat([_divergence(mass, some, edges) for some in torch.split(cuts, max(1, _TABLE // num_bins))])
     best = cuts[torch.argmin(divergence)]
     return (absmax * best / num_bins).float()
+
+
+def noise_under(counts_C: Tensor, values_C: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> float:
+    """The sum of squared errors of all recorded values under one scale, in float64."""
+    is_seen = counts_C > 0
+    values = values_C[is_seen].float()
+    rounded = quantize_dequantize_(values.clone(), scale.float().reshape(()), zero_point.float().reshape(()), grid)
+    return float((rounded.double() - values.double()).square_().mul_(counts_C[is_seen]).sum())
+
+
+def squares_of(counts_C: Tensor, values_C: Tensor) -> float:
+    """The sum of squares of all recorded values, in float64."""
+    return float((values_C.double().square() * counts_C).sum())
 
 
 def _divergence(mass: Tensor, cuts: Tensor, edges: Tensor) -> Tensor:
