@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from e2e.read_back import log_probs, some_ids
@@ -122,6 +123,38 @@ def test_the_checkpoint_is_that_of_a_model_in_memory(case, models, tmp_path):
     streamed, whole = contents(tmp_path / "streamed"), contents(tmp_path / "whole")
     assert streamed.keys() == whole.keys()
     assert [name for name in whole if streamed[name] != whole[name]] == []
+
+
+def test_a_model_that_is_published_in_fp8_is_read_as_what_it_stands_for(tmp_path):
+    folder = tmp_path / "fp8"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 192})).bfloat16()
+    state, meant = dict(model.state_dict()), {}
+    for name, weight in list(state.items()):
+        if "proj" in name:
+            state[name], state[f"{name}_scale_inv"], meant[name] = in_fp8(weight)
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    read = load_model(folder)
+    for name, weight in meant.items():
+        torch.testing.assert_close(read.get_parameter(name).detach(), weight, rtol=2**-7, atol=1e-6)
+    oneshot(folder, scheme="FP8", dataset=IDS, output_dir=tmp_path / "streamed")
+    oneshot(read, scheme="FP8", dataset=IDS, output_dir=tmp_path / "whole")
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "whole")
+
+
+def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight in FP8 with a scale for each block of 128 by 128, these scales, and what they stand for."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    whole = torch.zeros(rows * 128, columns * 128)
+    whole[: weight.shape[0], : weight.shape[1]] = weight.float()
+    scale = whole.view(rows, 128, columns, 128).abs().amax(dim=(1, 3)) / 448
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    codes = (weight.float() / spread).to(torch.float8_e4m3fn)
+    return codes, scale, (codes.float() * spread).bfloat16()
 
 
 @pytest.mark.parametrize("case", ["importance", "one after the other", "gptq"])

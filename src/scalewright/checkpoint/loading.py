@@ -59,11 +59,15 @@ def load_model(
             model = model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model if device is None else model.to(device)
     try:
-        _, auto = _config_of(model, trust_remote_code)
+        config, auto = _config_of(model, trust_remote_code)
+        plain: Any = transformers.FineGrainedFP8Config(dequantize=True)
+        more = {"quantization_config": plain} if _is_fp8(config) else {}
         with without_bars():
-            loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+            loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
+    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         raise cannot_load(model, error) from None
+    if more:
+        vars(loaded)["hf_quantizer"] = None  # it is a plain model now, and is saved as one
     return loaded if device is None else loaded.to(device)
 
 
@@ -71,6 +75,8 @@ def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Mod
     """The model that a path or hub name stands for, without its weights."""
     try:
         config, auto = _config_of(model, trust_remote_code)
+        if _is_fp8(config):
+            del config.quantization_config
         with torch.device("meta"):
             built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -145,9 +151,16 @@ def _from_config(model: nn.Module, name: str) -> int | None:
 def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
     """The configuration of a model that is not quantised yet, and the class that loads such models."""
     config, auto = config_and_class(model, trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not _is_fp8(config):
         raise ModelError(f"{model}: is quantised already. Give the original.")
     return config, auto
+
+
+def _is_fp8(config: Any) -> bool:
+    """Whether it is one of the models that are published in FP8, with a scale for each block: they are originals."""
+    quantization = getattr(config, "quantization_config", None)
+    known = quantization if isinstance(quantization, dict) else vars(quantization or object)
+    return known.get("quant_method") == "fp8" and known.get("weight_block_size") is not None
 
 
 def config_and_class(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
