@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from scalewright.calibration.data import Samples, load_samples
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.fp8 import block_of, mend, read_as_plain
 from scalewright.errors import DataError, ModelError, did_you_mean
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -60,14 +61,14 @@ def load_model(
         return model if device is None else model.to(device)
     try:
         config, auto = _config_of(model, trust_remote_code)
-        plain: Any = transformers.FineGrainedFP8Config(dequantize=True)
-        more = {"quantization_config": plain} if _is_fp8(config) else {}
+        block = block_of(config)
+        more = {} if block is None else read_as_plain()
         with without_bars():
             loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         raise cannot_load(model, error) from None
-    if more:
-        vars(loaded)["hf_quantizer"] = None  # it is a plain model now, and is saved as one
+    if block is not None:
+        mend(loaded, model, block)
     return loaded if device is None else loaded.to(device)
 
 
@@ -75,7 +76,7 @@ def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Mod
     """The model that a path or hub name stands for, without its weights."""
     try:
         config, auto = _config_of(model, trust_remote_code)
-        if _is_fp8(config):
+        if block_of(config) is not None:
             del config.quantization_config
         with torch.device("meta"):
             built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
@@ -151,16 +152,9 @@ def _from_config(model: nn.Module, name: str) -> int | None:
 def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
     """The configuration of a model that is not quantised yet, and the class that loads such models."""
     config, auto = config_and_class(model, trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None and not _is_fp8(config):
+    if getattr(config, "quantization_config", None) is not None and block_of(config) is None:
         raise ModelError(f"{model}: is quantised already. Give the original.")
     return config, auto
-
-
-def _is_fp8(config: Any) -> bool:
-    """Whether it is one of the models that are published in FP8, with a scale for each block: they are originals."""
-    quantization = getattr(config, "quantization_config", None)
-    known = quantization if isinstance(quantization, dict) else vars(quantization or object)
-    return known.get("quant_method") == "fp8" and known.get("weight_block_size") is not None
 
 
 def config_and_class(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
