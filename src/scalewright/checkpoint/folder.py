@@ -67,6 +67,15 @@ class Folder:
     total_size: Any = None
     """What the index says of all tensors together."""
 
+    lost: set[str] = field(default_factory=set)
+    """Tensors in files that cannot be read, by the index."""
+    is_readable: bool = True
+    """Whether all files can be read, or the index says what is lost."""
+
+    def is_lost(self, name: str) -> bool:
+        """Whether a tensor may be in a file that cannot be read."""
+        return not self.is_readable or name in self.lost
+
     def say(self, where: str, what: str) -> None:
         """Keep a problem."""
         self.problems.append(Problem(where, what))
@@ -139,6 +148,7 @@ def first_line(error: Exception) -> str:
 def _files_alone(folder: Folder, files: list[str]) -> dict[str, set[str] | None]:
     """The files to read where there is no index: loaders look for one name."""
     if WHOLE not in files:
+        folder.is_readable = False
         folder.say(WHOLE, f"is missing, and there is no {INDEX} that names other files.")
     for name in files:
         if name != WHOLE:
@@ -164,8 +174,9 @@ def _files_by_index(folder: Folder, files: list[str]) -> dict[str, set[str] | No
             folder.say(INDEX, f"names the file '{file}', which is outside of the folder. It is not looked at.")
             del named[file]
         elif not (folder.path / file).is_file():
-            folder.say(file, f"is missing, and {INDEX} says that {len(named[file] or ())} tensors are in it.")
-            del named[file]
+            lost = named.pop(file) or set()
+            folder.say(file, f"is missing; by {INDEX} it has the tensors of {len(lost)} names.")
+            folder.lost |= lost
     for file in files:
         if file not in named:
             folder.say(file, f"is not in {INDEX}.")
@@ -184,13 +195,13 @@ def _stays_inside(name: str) -> bool:
 
 
 def _read_headers(folder: Folder, places: dict[str, set[str] | None]) -> None:
-    all_read = True
     for file, indexed in places.items():
         try:
             found = _header(folder.path / file)
         except BrokenFileError as broken:
             folder.say(file, str(broken))
-            all_read = False
+            folder.lost |= indexed or set()
+            folder.is_readable = folder.is_readable and indexed is not None
             continue
         for name, each in found.items():
             if name in folder.tensors:
@@ -201,7 +212,8 @@ def _read_headers(folder: Folder, places: dict[str, set[str] | None]) -> None:
         for name in sorted((indexed or set()) - found.keys()):
             folder.say(name, f"is not in {file}, where {INDEX} says it is.")
     total = sum(each.num_bytes for each in folder.tensors.values())
-    if all_read and folder.total_size is not None and folder.total_size != total:
+    is_whole = folder.is_readable and not folder.lost
+    if is_whole and folder.total_size is not None and folder.total_size != total:
         folder.say(
             INDEX, f"says that total_size is {folder.total_size!r}, and all tensors together have {total} bytes."
         )

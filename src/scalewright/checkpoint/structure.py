@@ -294,6 +294,8 @@ def _names_in_files(
         count = len(stored & {*others, *places.values()})
         if count > most:
             most, best = count, renamed
+        if count == len(stored):
+            break
     if best is None or 2 * most < min(len(stored), len(best[0]) + len(marked)):
         return None
     return best

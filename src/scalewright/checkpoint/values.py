@@ -26,7 +26,8 @@ from scalewright.numerics.measure import Noise
 _ROWS = 128  # zero points are packed down the rows, and a multiple of this is a whole number of words
 _ELEMENTS = 1 << 20  # of the rows that are restored at one time
 _E8M0_NAN = 255
-_FLUSHED = ("BF16", "F32")  # fp16 numbers are small as it is, and those below the smallest normal one are of use
+_FLUSHED = ("BF16", "F32", "U8")  # fp16 and e4m3 have so few numbers that the smallest ones are of use
+_ORDINARY = 2.0**20  # times the smallest number that is not flushed
 _BY_ROW = ("tensor", "channel", "group", "tensor_group")
 
 Places = Mapping[str, TensorAt]
@@ -67,9 +68,9 @@ def check_finite(where: str, at: TensorAt, *, infinite_too: bool = True) -> Iter
             num_nan += int(torch.isnan(piece).sum())
             num_inf += int(torch.isinf(piece).sum())
     if num_nan:
-        yield Problem(where, f"{num_nan} of {math.prod(at.shape)} values are NaN.")
+        yield Problem(where, f"{num_nan} of {math.prod(at.shape)} values {_are(num_nan)} NaN.")
     if num_inf and infinite_too:
-        yield Problem(where, f"{num_inf} of {math.prod(at.shape)} values are infinite.")
+        yield Problem(where, f"{num_inf} of {math.prod(at.shape)} values {_are(num_inf)} infinite.")
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
@@ -81,51 +82,59 @@ def _check_scale(
     stored = read_tensor(at)
     if at.dtype == "U8":
         yield from _said(where, stored == _E8M0_NAN, "NaN", stored)
-        yield from _check_flushed(where, local, stored == 0, "2^-127", layer, places)
-        return
-    scale = stored.float()
-    yield from _said(where, torch.isnan(scale), "NaN", scale)
-    yield from _said(where, torch.isinf(scale), "infinite", scale)
-    yield from _said(where, scale == 0, "zero", scale)
-    negative = scale < 0
-    if local == "weight_scale" and may_be_negative:
-        negative = torch.zeros_like(negative)
-    yield from _said(
-        where, negative & torch.isfinite(scale), "negative", scale, ", and the recipe asks for no signed scales"
-    )
+        scale, smallest = 2.0 ** (stored.double() - 127), 2.0**-126
+    else:
+        scale, smallest = stored.double(), torch.finfo(DTYPES[at.dtype]).smallest_normal
+        yield from _said(where, torch.isnan(scale), "NaN", scale)
+        yield from _said(where, torch.isinf(scale), "infinite", scale)
+        yield from _said(where, scale == 0, "zero", scale)
+        negative = (scale < 0) & torch.isfinite(scale)
+        if local != "weight_scale":
+            yield from _said(where, negative, "negative", scale, ", and only scales of weights may be")
+        elif not may_be_negative:
+            yield from _said(where, negative, "negative", scale, ", and the recipe asks for no signed scales")
     if at.dtype in _FLUSHED:
-        smallest = torch.finfo(DTYPES[at.dtype]).smallest_normal
-        is_tiny = (stored.double().abs() < smallest) & (stored != 0)
-        yield from _check_flushed(where, local, is_tiny, f"{smallest:.2g}", layer, places)
+        yield from _check_flushed(where, local, scale.abs(), smallest, layer, places)
 
 
 def _said(where: str, bad: Tensor, word: str, scale: Tensor, more: str = "") -> Iterator[Problem]:
+    if bool(bad.any()):
+        value = f" ({float(scale[bad][0]):.3g})" if word == "negative" else ""
+        yield Problem(where, f"{_some_of(bad)} {word}{value}{more}.")
+
+
+def _some_of(bad: Tensor) -> str:
+    """`3 of 192 scales, the first at [5, 0], are`."""
     count = int(bad.sum())
-    if count:
-        place = [int(each[0]) for each in bad.nonzero(as_tuple=True)]
-        are = "scale is" if count == 1 else "scales are"
-        value = f" ({float(scale[tuple(place)]):.3g})" if word == "negative" else ""
-        yield Problem(where, f"{count} of {bad.numel()} {are} {word}, the first at {place}{value}{more}.")
+    if bad.numel() == 1:
+        return "is"
+    place = [int(each[0]) for each in bad.nonzero(as_tuple=True)]
+    return f"{count} of {bad.numel()} scales, {'the first ' if count > 1 else ''}at {place}, {_are(count)}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _check_flushed(
-    where: str, local: str, is_tiny: Tensor, smallest: str, layer: Layer, places: Places
+    where: str, local: str, scale: Tensor, smallest: float, layer: Layer, places: Places
 ) -> Iterator[Problem]:
-    """Scales so small that arithmetic units take them for zero, where they are not those of zeros alone."""
+    """Scales so small that arithmetic units take them for zero.
+
+    Rows of a weight may be that small, and are as good as zero. So a scale of a weight is wrong if it has anything to
+    scale, and others in its row are of ordinary size; or if it is the only one.
+    """
+    is_tiny = (scale < smallest) & (scale > 0)
     if not bool(is_tiny.any()):
         return
-    if local == "weight_scale":
+    if local == "weight_scale" and scale.numel() > 1:
         used = _positions_in_use(layer, places)
+        is_tiny &= scale.amax(dim=-1, keepdim=True) > _ORDINARY * smallest
         if used is not None:
-            is_tiny = is_tiny & used.reshape(is_tiny.shape)
-    count = int(is_tiny.sum())
-    if count:
-        place = [int(each[0]) for each in is_tiny.nonzero(as_tuple=True)]
-        are = "scale is" if count == 1 else "scales are"
+            is_tiny &= used.reshape(scale.shape)
+    if bool(is_tiny.any()):
         yield Problem(
-            where,
-            f"{count} of {is_tiny.numel()} {are} flushed: below {smallest}, the first at {place}, where arithmetic "
-            "units may read zero.",
+            where, f"{_some_of(is_tiny)} flushed: below {smallest:.2g}, and arithmetic units may take that for zero."
         )
 
 
@@ -181,8 +190,8 @@ def _check_codes(where: str, at: TensorAt, args: QuantizationArgs | None) -> Ite
     if count:
         yield Problem(
             where,
-            f"{count} of {math.prod(at.shape)} values lie outside of {low} to {high}, the range of {args.num_bits} "
-            f"bits; {worst} does.",
+            f"{count} of {math.prod(at.shape)} values {_are(count)} outside of {low} to {high}, the range of "
+            f"{args.num_bits} bits, such as {worst}.",
         )
 
 
@@ -196,8 +205,8 @@ def _check_padding(where: str, at: TensorAt, count: int, num_bits: int, *, dim: 
     if bad:
         yield Problem(
             where,
-            f"{bad} of {last.numel()} last words have bits behind their {count} values of {num_bits} bits, where there "
-            "should be zeros.",
+            f"behind {count} values of {num_bits} bits there are {spare} bits to spare, and {bad} of {last.numel()} "
+            "last words have others than zeros there.",
         )
 
 

@@ -25,7 +25,7 @@ from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.shards import TensorAt
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
-from scalewright.errors import ModelError
+from scalewright.errors import ModelError, OutputError
 from scalewright.modifiers.schemes import in_words
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 
@@ -79,6 +79,17 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     if original is not None:
         found.problems += _beside(found, structure, record, original, config)
     return Verification(found.problems, structure.notes, len(found.tensors), len(structure.layers))
+
+
+def check_draft(draft: Path, out: Path) -> None:
+    """Say no to a checkpoint that has problems, before it gets the name `out`."""
+    problems = verify_checkpoint(draft)
+    if problems:
+        count = f"{len(problems)} problems were" if len(problems) > 1 else "a problem was"
+        raise OutputError(
+            f"{out}: is not written, because {count} found in the checkpoint: {problems[0]} It lies in {draft}; "
+            f"`scalewright verify {draft}` shows all of it."
+        )
 
 
 def asks_for_signed_scales(recipe: Any) -> bool:
@@ -146,8 +157,9 @@ def _check_pattern(text: str) -> None:
 def _reason(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if callable(errors) and (found := errors()):
-        place = ".".join(str(each) for each in found[0]["loc"])
-        return f"{place}: {str(found[0]['msg']).splitlines()[0]}" if place else str(found[0]["msg"]).splitlines()[0]
+        place = ".".join(str(each) for each in found[0]["loc"] if "[" not in str(each))  # pydantic's own steps
+        what = str(found[0]["msg"]).removeprefix("Value error, ").splitlines()[0].rstrip(".")
+        return f"{place}: {what}" if place else what
     return first_line(error)
 
 
@@ -185,7 +197,7 @@ class _Check:
         for name, other in self.structure.others.items():
             if name in self.tensors:
                 say += self._other(name, other.shape, is_parameter=other.is_parameter)
-            elif not self._is_tied(name) and not self.structure.may_be_spared(name):
+            elif not (self._is_tied(name) or self.structure.may_be_spared(name) or self.folder.is_lost(name)):
                 say.append(Problem(name, "is missing from the files."))
         say += self._left_over()
         say += self._records()
@@ -202,7 +214,8 @@ class _Check:
             name = layer.places[local]
             at = self.tensors.get(name)
             if at is None:
-                yield Problem(name, f"is missing from the files: {_described(layer)} has {_listed(layer.tensors)}.")
+                if not self.folder.is_lost(name):
+                    yield Problem(name, f"is missing from the files: {_described(layer)} has {_listed(layer.tensors)}.")
             elif (wrong := _unlike(at, stored)) is not None:
                 yield Problem(name, f"{wrong}, as {_described(layer)} has it.")
             else:
@@ -281,10 +294,12 @@ def _unlike(at: TensorAt, stored: Stored) -> str | None:
 
 
 def _described(layer: Layer) -> str:
-    args = layer.scheme.weights or layer.scheme.input_activations
+    scheme = layer.scheme
     if not layer.shape:
-        return f"{layer.group} ({in_words(args)})"
-    return f"{layer.group} ({in_words(args)}; a weight of {layer.shape[0]} x {layer.shape[1]}, {layer.stored_as})"
+        return f"{layer.group} ({in_words(scheme.input_activations)})"
+    rows, columns = layer.shape
+    inputs = "" if scheme.input_activations is None else f"; inputs {in_words(scheme.input_activations)}"
+    return f"{layer.group} ({in_words(scheme.weights)}{inputs}; {layer.stored_as}; {rows} x {columns})"
 
 
 def _listed(names: Any) -> str:
