@@ -37,6 +37,7 @@ from compressed_tensors.quantization import initialize_module_for_quantization
 from compressed_tensors.utils import get_direct_state_dict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from scalewright.checkpoint.folder import DTYPES
@@ -827,6 +828,20 @@ def test_weights_in_another_dtype_are_held_against_what_the_run_was_given(good, 
     given = {"modifiers": {"QuantizationModifier": RECIPES["W8A16"]}}
     oneshot(model, recipe=given, dtype="bfloat16", output_dir=out)
     assert problems_of(out, model) == []
+
+
+def test_large_weights_are_compared_some_rows_at_a_time(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model, out, original = torch.nn.Sequential(torch.nn.Linear(64, 300)), tmp_path / "out", tmp_path / "original"
+    original.mkdir()
+    save_file(model.state_dict(), original / WEIGHTS)
+    (original / "config.json").write_text("{}")
+    recipe = {"modifiers": {"QuantizationModifier": {"scheme": "W4A16_ASYM", "group_size": 32}}}
+    oneshot(model, recipe=recipe, output_dir=out)
+    monkeypatch.setattr("scalewright.checkpoint.values._ELEMENTS", 1000)
+    assert problems_of(out, original) == []
+    put("0.weight_scale", (299, 1), 1.0)(out)
+    assert len(problems_of(out, original)) == 1
 
 
 def test_an_original_that_cannot_be_compared_with_is_an_error(good, tmp_path):
