@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -790,8 +791,8 @@ def test_where_no_model_can_be_built_names_have_to_do(scheme_name, tmp_path):
 # ---- beside the original ---------------------------------------------------------------------------------------------
 
 
-def doubled(folder: Path) -> None:
-    tensors(lambda state: state[f"{UP}.weight_scale"][3, 1].mul_(2))(folder)
+def one_scale_times(factor: float) -> Callable[[Path], None]:
+    return tensors(lambda state: state[f"{UP}.weight_scale"][3, 1].mul_(factor))
 
 
 KEEPS = (
@@ -802,8 +803,8 @@ CHANGED = re.escape(f"{EMBEDDING}: is not quantised, and yet it is not what the 
 
 @pytest.mark.parametrize(
     ("breaking", "words"),
-    [(doubled, KEEPS), (put(EMBEDDING, (3, 3), 0.5), CHANGED)],
-    ids=["a scale doubled", "an embedding changed"],
+    [(one_scale_times(2), KEEPS), (one_scale_times(1.1), KEEPS), (put(EMBEDDING, (3, 3), 0.5), CHANGED)],
+    ids=["a scale doubled", "a scale a tenth larger", "an embedding changed"],
 )
 def test_what_is_sound_and_yet_not_the_original_is_found_beside_it(good, breaking, words, tmp_path):
     out, model = good("W4A16")

@@ -124,7 +124,7 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if isinstance(method, str) and method != _METHOD:
-        raise ModelError(f"{folder.path}: is quantised by '{method}', and only {_METHOD} can be verified.")
+        raise ModelError(f"{folder.path}: is quantised by {method!r}, and only {_METHOD} can be verified.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -339,18 +339,16 @@ def _beside(
 ) -> Iterator[Problem]:
     """Weights that are farther from the original than the record claims; other tensors that are not the original's."""
     told = {problem.where for problem in folder.problems}
-    compared = 0
     for layer in structure.layers:
         if not layer.shape or layer.scheme.weights is None or any(each in told for each in layer.places.values()):
             continue
         name = f"{layer.places['weight_scale'].rpartition('.')[0]}.weight"
         at = original.find(name)
         if at is None:
-            structure.notes.append(f"{name}: is not in the original, so it was not compared.")
+            structure.notes.append(_not_compared(name))
         elif at.shape != layer.shape:
             yield Problem(layer.name, f"has the shape {list(layer.shape)}, and the original {list(at.shape)}.")
         elif layer.name in record:
-            compared += 1
             places = {local: folder.tensors[each] for local, each in layer.places.items()}
             yield from _farther(layer, places, at, record[layer.name], _dtype(config, places))
     if not record:
@@ -360,9 +358,13 @@ def _beside(
             continue
         theirs = original.find(name)
         if theirs is None:
-            structure.notes.append(f"{name}: is not in the original, so it was not compared.")
+            structure.notes.append(_not_compared(name))
         elif theirs.shape != mine.shape or not is_same(mine, theirs):
             yield Problem(name, "is not quantised, and yet it is not what the original has.")
+
+
+def _not_compared(name: str) -> str:
+    return str(Problem(name, "is not in the original, so it was not compared."))
 
 
 def _farther(

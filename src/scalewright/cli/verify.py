@@ -18,7 +18,7 @@ def verify(
     out: Annotated[Path, typer.Argument(help="The folder of a quantised checkpoint.")],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="The folder of the original, to hold the weights against.", show_default=""),
+        typer.Option(metavar="MODEL", help="The folder of the original, to hold the weights against."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
