@@ -36,6 +36,7 @@ from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.reading import load_checkpoint
 from scalewright.checkpoint.saving import check_output, save_checkpoint
 from scalewright.checkpoint.shelf import Shelf
+from scalewright.checkpoint.verifying import check_draft
 from scalewright.errors import OutputError, RecipeError, StrictError
 from scalewright.importance import files_of
 from scalewright.modifiers.layers import QuantizedLayer
@@ -91,6 +92,7 @@ class Result:
             else:
                 with journal.checkpoint() as draft:
                     shutil.copytree(source, draft, dirs_exist_ok=True)
+                    check_draft(draft, journal.out)
         return folder
 
     def _write(self, journal: Journal) -> None:
@@ -115,6 +117,7 @@ class Result:
                 companions=self.companions,
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
+            check_draft(draft, journal.out)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""

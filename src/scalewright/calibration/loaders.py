@@ -105,10 +105,10 @@ def settle_names(model: nn.Module, config: QuantizationConfig) -> None:
     stored = _names_in_checkpoints(model)
     ignore = list(config.ignore or ())
     for names in ({}, stored):
-        ignore += [names.get(each, each) for each in _groups_read(model, config, names) if each not in own]
+        ignore += [names.get(each, each) for each in groups_read(model, config, names) if each not in own]
     config.ignore = list(dict.fromkeys(ignore))
     layers = {name: group for name, group in own.items() if name in stored}
-    if _groups_read(model, config, {}) != own or _groups_read(model, config, stored) != layers:
+    if groups_read(model, config, {}) != own or groups_read(model, config, stored) != layers:
         _name_all(model, config, own, stored)
     _settle_experts(model, config, own, stored)
 
@@ -124,7 +124,7 @@ def _own_groups(model: nn.Module, config: QuantizationConfig) -> dict[str, str]:
     }
 
 
-def _groups_read(model: nn.Module, config: QuantizationConfig, names: Mapping[str, str]) -> dict[str, str]:
+def groups_read(model: nn.Module, config: QuantizationConfig, names: Mapping[str, str]) -> dict[str, str]:
     """The group that loaders would give to each module, by its own name; `names` are those that they see instead.
 
     With other names only layers are looked at.

@@ -12,10 +12,11 @@ from scalewright.cli import (  # their import registers them, in the order of `-
     plan,
     quantize,
     report,
+    verify,
 )
 from scalewright.cli.app import app
 
-__all__ = ["app", "catalog", "evaluate", "importance", "main", "observe", "plan", "quantize", "report"]
+__all__ = ["app", "catalog", "evaluate", "importance", "main", "observe", "plan", "quantize", "report", "verify"]
 
 
 def main() -> None:
