@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
 from scalewright.calibration.gathering import Importance, gather_squares, layers_meant, note_unseen
 from scalewright.calibration.pipelines import OnStep, silent
 from scalewright.calibration.plan import LM_HEAD, Plan
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.fingerprint import digest_of_data
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
@@ -43,6 +46,7 @@ _METADATA = ("version", "model", "num_tokens", "seed")
 _WRITTEN = "Give a file that `scalewright importance` has written."
 
 
+@with_ranks
 def gather_importance(
     model: nn.Module | str | Path,
     dataset: Any,
@@ -65,19 +69,22 @@ def gather_importance(
     overwrite: bool = False,
     seed: int = 0,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
 ) -> Importance:
     """Run data through a model, and give the importance of the input channels of its layers.
 
     The model, given as an object or by its path or hub name, stays as it is. With `output_file` the importance is
-    written there. Data options are those of `oneshot`.
+    written there. Data options, and ranks, are those of `oneshot`.
     """
+    ranks = ranks or Ranks()
+    on_step = on_step if ranks.is_first else silent
     gatherer = IMatrixGatherer(targets=targets, ignore=ignore)
     check_dtype(dtype)
     check_device(device)
     if dataset is None:
         raise DataError("importance is found by running data through the model. Give a dataset.")
     if output_file is not None:
-        check_output_file(Path(output_file), overwrite=overwrite)
+        ranks.on_first(partial(check_output_file, Path(output_file), overwrite=overwrite))
     on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
     loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
@@ -97,7 +104,8 @@ def gather_importance(
         notes += samples.notes
         _refuse_if_strict(notes, strict=strict)
         with showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-            found = gather_squares(loaded, modules, samples.batches, on_step=on_step)
+            ranks.check_same({"data": digest_of_data(samples.batches)})
+            found = gather_squares(loaded, modules, samples.batches, on_step=on_step, ranks=ranks)
     notes += note_unseen({name: count for name, (_, count) in found.items()})
     _refuse_if_strict(notes, strict=strict)
     importance = Importance(
@@ -109,7 +117,7 @@ def gather_importance(
         notes=notes,
     )
     if output_file is not None:
-        save_importance(importance, output_file, overwrite=overwrite)
+        ranks.on_first(partial(save_importance, importance, output_file, overwrite=overwrite))
     return importance
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 from scalewright.calibration.data import Samples
+from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import bytes_after, make_plans
+from scalewright.calibration.plan import Plan, bytes_after, make_plans
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.fingerprint import fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
@@ -108,6 +110,7 @@ class Result:
         return json.dumps(self.to_dict(), indent=2)
 
 
+@with_ranks
 def oneshot(
     model: nn.Module | str | Path,
     *,
@@ -134,6 +137,7 @@ def oneshot(
     restart: bool = False,
     seed: int = 0,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
 ) -> Result:
     """Quantise a model, given as an object or by its path or hub name, as a recipe (or the name of a scheme) says.
 
@@ -145,15 +149,17 @@ def oneshot(
 
     A run that was stopped goes on when it is called again with the same model, recipe, data and output_dir: finished
     layers are in `OUT.partial`. With `restart` it begins anew.
+
+    Where a process group of torch.distributed is there, its ranks share the work: all of them call this with the same
+    arguments and have the same result, and the first one writes and shows progress.
     """
-    clock = _Clock()
+    ranks, clock = ranks or Ranks(), _Clock()
+    on_step = on_step if ranks.is_first else silent
     parsed = _recipe_from(recipe, scheme, quality)
-    check_pipeline(pipeline)
-    check_dtype(dtype)
-    check_device(device)
+    _check_names(pipeline, dtype, device)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
     if out is not None:
-        check_output(out, overwrite=overwrite)
+        ranks.on_first(partial(check_output, out, overwrite=overwrite))
     with clock("load"):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -186,17 +192,18 @@ def oneshot(
     batches = [] if samples is None else samples.batches
     with ExitStack() as stack:
         journal: Journal | None = None
-        if out is not None:
-            check_output(out, overwrite=overwrite, num_bytes=bytes_after(plans))
+        if out is not None or ranks.count > 1:
             settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
             found = fingerprint_of(model, loaded, parsed, batches, files, settings)
-            journal = stack.enter_context(journal_for(out, found, restart=restart))
+            ranks.check_same({name: each for name, each in found.items() if name != "model" or loaded is model})
+            journal = stack.enter_context(_journal(ranks, out, found, plans, overwrite=overwrite, restart=restart))
+        keeper = None if out is None else ranks.keeper(journal)
         for plan, gathering in zip(plans, gatherings, strict=True):
             if gathering.names:
                 with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                    notes.add(stack.enter_context(gathering.standing(loaded, batches, on_step)))
+                    notes.add(stack.enter_context(gathering.standing(loaded, batches, on_step, ranks)))
             with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, journal)
+                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, keeper, ranks)
                 done = calibration.run(plan.pipeline)
             notes.add(_gathered(note for layer in done for note in layer.notes))
             layers += done
@@ -212,13 +219,14 @@ def oneshot(
             0 if samples is None else samples.num_tokens,
             seed,
             versions(),
-            companions=companions,
+            out,
+            companions,
         )
         if journal is not None:
             with clock("save"):
                 on_step("writing", str(out), 0, 1)
                 result._write(journal)
-                result.output_dir = out
+        ranks.meet()
     return result
 
 
@@ -235,6 +243,25 @@ def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe
     if quality is not None:
         raise RecipeError("quality goes with a scheme; a recipe says it all. Leave it out.")
     return Recipe.of(recipe)
+
+
+def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
+    check_pipeline(pipeline)
+    check_dtype(dtype)
+    check_device(device)
+
+
+@contextmanager
+def _journal(
+    ranks: Ranks, out: Path | None, found: Mapping[str, str], plans: Sequence[Plan], *, overwrite: bool, restart: bool
+) -> Iterator[Journal | None]:
+    """The journal of a run that is to write `out`, for the first rank."""
+    if out is None or not ranks.is_first:
+        yield None
+        return
+    check_output(out, overwrite=overwrite, num_bytes=bytes_after(plans))
+    with journal_for(out, found, restart=restart) as journal:
+        yield journal
 
 
 def _gathered(notes: Iterator[str]) -> list[str]:

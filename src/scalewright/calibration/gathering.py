@@ -15,6 +15,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
 
+from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.experts import is_fused
 from scalewright.calibration.pipelines import (
     Batch,
@@ -35,6 +36,7 @@ from scalewright.modifiers.layers import WatchedLayer
 from scalewright.observers import IMatrixMSEObserver
 from scalewright.observers.importance import (
     ImportanceObserver,
+    empty_sum,
     forget_importance,
     leave_importance,
     sum_squares,
@@ -108,18 +110,24 @@ class Squares(Calibration):
                 with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                     self._masks.enter(i)
                     self._forward(i)
+        self.ranks.sync(list(sums.values()))
         return {name: _total(each) for name, each in sums.items()}
 
 
 def gather_squares(
-    model: nn.Module, modules: Mapping[str, nn.Module], batches: Sequence[Batch], *, on_step: OnStep = silent
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    *,
+    on_step: OnStep = silent,
+    ranks: Ranks | None = None,
 ) -> dict[str, tuple[Tensor, int]]:
     """Run the batches, and give the sum of x^2 and the number of tokens that each of the modules was given."""
 
     def gathering(phase: str, what: str, done: int, total: int) -> None:
         on_step("gathering", what, done, total)
 
-    return Squares(model, [], batches, on_step=gathering).gather(modules)
+    return Squares(model, [], batches, on_step=gathering, ranks=ranks or Ranks()).gather(modules)
 
 
 def _empty_sum(name: str, module: nn.Module) -> ImportanceObserver:
@@ -128,7 +136,7 @@ def _empty_sum(name: str, module: nn.Module) -> ImportanceObserver:
     observer.label = name
     weight = module.weight
     assert isinstance(weight, Tensor)
-    observer._imatrix_sum = torch.zeros(weight.shape[-1], dtype=torch.float32, device=weight.device)
+    observer._imatrix_sum = empty_sum(weight.shape[-1], weight.device)
     return observer
 
 
@@ -138,7 +146,7 @@ def _adding_to(observer: ImportanceObserver) -> See:
 
 def _total(observer: ImportanceObserver) -> tuple[Tensor, int]:
     assert observer._imatrix_sum is not None
-    return observer._imatrix_sum, int(observer._imatrix_count)
+    return observer._imatrix_sum.float(), int(observer._imatrix_count)
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
@@ -200,11 +208,14 @@ class Gathering:
         return {*self.modules, *self.given}
 
     @contextmanager
-    def standing(self, model: nn.Module, batches: Sequence[Batch], on_step: OnStep = silent) -> Iterator[list[str]]:
+    def standing(
+        self, model: nn.Module, batches: Sequence[Batch], on_step: OnStep = silent, ranks: Ranks | None = None
+    ) -> Iterator[list[str]]:
         """Gather, and give notes. While inside, importance stands on the modules until it is used; none does after."""
         found = dict(self.given)
         if self.modules:
-            for name, (sum_C, count) in gather_squares(model, self.modules, batches, on_step=on_step).items():
+            gathered = gather_squares(model, self.modules, batches, on_step=on_step, ranks=ranks)
+            for name, (sum_C, count) in gathered.items():
                 found[name] = (self.modules[name], sum_C, count)
         try:
             for module, sum_C, count in found.values():

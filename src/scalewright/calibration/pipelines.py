@@ -24,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
+from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.lockstep import Enough, LockStep, copied
-from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
+from scalewright.calibration.steps import (
+    StepsInWords,
+    Unit,
+    is_within,
+    steps_from_words,
+    steps_in_words,
+    steps_of,
+    units_of,
+)
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
 from scalewright.modifiers.layers import QuantizedLayer, See, WatchedLayer
@@ -79,12 +88,19 @@ class Calibration:
     on_step: OnStep = silent
     journal: Keeper | None = None
     """Keeps finished layers, and has those that an earlier run has finished."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that share the work. Each is given all batches, and runs its share of them."""
 
     def __post_init__(self) -> None:
+        num_tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
+        own = self.ranks.share_of(num_tokens)
+        self.batches = self.batches[own]
         self._masks = Masks(self.model, self.batches)
         self._gallery = Gallery()
         self._is_unquantised = False
-        self._tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
+        # What a rank shows stands for what all of them do.
+        times = sum(num_tokens) / max(1, sum(num_tokens[own]))
+        self._tokens = [each * times for each in num_tokens[own]]
         self._num_shown = 0.0
         self._num_quantised = 0
         owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
@@ -134,6 +150,7 @@ class Calibration:
             lambda number: self._forward(number % count, is_copied=streams > 1),
             streams * count,
             entering=self._masks.enter,
+            agree=self.ranks.earliest,
         )
 
         def calibrated(unit: Unit, batches: Sequence[int]) -> None:
@@ -145,7 +162,7 @@ class Calibration:
         with lockstep.running():
             for name, batches in lockstep.steps():
                 unit, waiting = left.pop(name, None), batches
-                steps = [] if unit is None else steps_of(self.model, unit, partial(lockstep.rehearse, batches[0]))
+                steps = [] if unit is None else self._steps_of(unit, lockstep, batches)
                 if unit is None:
                     if name in units:
                         _note_again(name, units[name].layers, done[name], is_made_up_for=streams > 1)
@@ -163,6 +180,18 @@ class Calibration:
             calibrated(unit, ())
         _note_shared(units, done, is_made_up_for=streams > 1)
         return [layer for layers in done.values() for layer in layers]
+
+    def _steps_of(self, unit: Unit, lockstep: LockStep, batches: Sequence[int]) -> list[Unit]:
+        """The steps of a unit, which the first batch that waits for it shows to all ranks."""
+        found: list[Unit] = []
+
+        def find() -> StepsInWords:
+            found.extend(steps_of(self.model, unit, partial(lockstep.rehearse, batches[0])))
+            return steps_in_words(unit, found)
+
+        who = self.ranks.first_with(bool(batches))
+        words = self.ranks.told_by(who, find)
+        return found if who == self.ranks.rank else steps_from_words(self.model, unit, words)
 
     def _calibrated(
         self, unit: Unit, lockstep: LockStep, batches: Sequence[int], *, passes: int, is_last: bool
@@ -237,7 +266,7 @@ class Calibration:
     @contextmanager
     def _showing(self, batch: int, what: str, *, passes: int = 1, share: float = 1.0) -> Iterator[None]:
         """Tells of a batch when it begins and when it is done."""
-        total = passes * sum(self._tokens)
+        total = round(passes * sum(self._tokens))
         self.on_step("calibrating", what, round(self._num_shown), total)
         yield
         self._num_shown += share * self._tokens[batch]
@@ -252,25 +281,43 @@ class Calibration:
         self.model(**inputs)
 
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
-        done = []
-        for group in _sharing_a_scale(layers):
+        done: dict[str, QuantizedLayer] = {}
+        groups = _sharing_a_scale(layers)
+        for group in groups:
             if self.journal is not None and self._is_done(group):
-                done += [self._restored(layer, self.journal) for layer in group]
-                continue
-            # Of what observers are shown: another global scale than foreseen would have them search again.
-            seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
-            absmax = max((absmax_of(each) for each in seen), default=None)
-            for layer in group:
-                layer.observe_weight(foreseen_absmax=absmax)
-            for layer in group:
-                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
-                finished = layer.finish()
-                if self.journal is not None:
-                    finished.compressed = self.journal.keep(layer.name, finished.compressed, finished.record())
-                done.append(finished)
-                self._num_quantised += 1
-                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
-        return done
+                done |= {layer.name: self._restored(layer, self.journal) for layer in group}
+        for shares in self.ranks.rounds([group for group in groups if not self._is_done(group)]):
+            self.ranks.merge(shares)
+            for owner, group in shares:
+                if owner == self.ranks.rank:
+                    done |= {each.name: each for each in self._quantised(group)}
+            for owner, group in shares:
+                for layer in group:
+                    finished = done.get(layer.name)
+                    done[layer.name] = self.ranks.pass_on(layer, owner, finished)
+                    if finished is None or not self.ranks.is_first:
+                        self._keep(done[layer.name])
+        return [done[layer.name] for layer in layers]
+
+    def _quantised(self, group: Sequence[WatchedLayer]) -> Iterator[QuantizedLayer]:
+        """Quantise layers that share a scale."""
+        # Of what observers are shown: another global scale than foreseen would have them search again.
+        seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
+        absmax = max((absmax_of(each) for each in seen), default=None)
+        for layer in group:
+            layer.observe_weight(foreseen_absmax=absmax)
+        for layer in group:
+            self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
+            finished = layer.finish()
+            if self.ranks.is_first:
+                self._keep(finished)
+            yield finished
+
+    def _keep(self, finished: QuantizedLayer) -> None:
+        if self.journal is not None:
+            finished.compressed = self.journal.keep(finished.name, finished.compressed, finished.record())
+        self._num_quantised += 1
+        self.on_step("quantising", finished.name, self._num_quantised, len(self.layers))
 
     def _is_done(self, layers: Iterable[WatchedLayer]) -> bool:
         """Whether an earlier run has finished all of some layers."""
