@@ -171,6 +171,7 @@ class GPTQLayer(WatchedLayer):
 
     @inputs.setter
     def inputs(self, hessian: Hessian | None) -> None:
+        """Let it have seen what others have seen, too."""
         self._hessian = hessian
 
     @override

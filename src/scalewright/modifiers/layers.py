@@ -206,6 +206,7 @@ class WatchedLayer:
 
     @sample.setter
     def sample(self, tokens: Tensor | None) -> None:
+        """Let these be the first tokens that it was given."""
         self._sample = [] if tokens is None else [tokens]
 
     # ---- quantising --------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class ImportanceObserver(SearchObserver):
 
 
 def empty_sum(columns: int, device: torch.device) -> Tensor:
-    """Where the squares of many batches are added up: in float64, so that neither their order nor ranks show in fp32."""
+    """Where the squares of many batches are added up, in float64: in fp32, neither their order nor ranks show then."""
     return torch.zeros(columns, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
