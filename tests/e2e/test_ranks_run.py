@@ -97,6 +97,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+FIRST = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 HEAD = {"ignore": ["lm_head"]}
 CASES = {
     "every observer of weights": Case(lambda: with_each_observer("weights", OF_WEIGHTS, **INT4)),
@@ -128,7 +129,7 @@ CASES = {
     "experts": Case(
         lambda: GPTQModifier(weights=INT4, correction=0.5, ignore=["lm_head", "re:.*gate$"]),
         kind="mixtral",
-        num_samples=4,
+        num_samples=9,
         batch_size=1,
         is_exact=False,
         options={"moe_calibrate_all_experts": False},
@@ -222,22 +223,46 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(name: str, world: int, p
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.is_exact])
-def test_where_the_order_of_sums_shows_it_shows_little(name: str, world: int, played: dict[int, Path]) -> None:
-    one, many = tensors_of(played[1] / name), tensors_of(played[world] / name)
+def test_averages_depend_on_order_and_little_on_ranks(world: int, played: dict[int, Path]) -> None:
+    one, many = (tensors_of(played[each] / "averages of inputs") for each in (1, world))
     assert one.keys() == many.keys()
-    for key, value in one.items():
-        assert (value.dtype, value.shape) == (many[key].dtype, many[key].shape)
-        if value.is_floating_point():
-            # An average over batches in another order is another average: no outlier, and no other order of magnitude.
-            tolerance = 0.25 if name.startswith("averages") else 1e-3
-            torch.testing.assert_close(many[key].float(), value.float(), rtol=tolerance, atol=0)
+    averaged = [name for name in one if name.endswith("input_scale")]
+    assert len(averaged) == len(ORDERED)
+    for name, value in one.items():
+        tolerance = 0.25 if name in averaged else 0.0
+        torch.testing.assert_close(many[name], value, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if name != "averages of inputs"])
+def test_codes_of_layers_that_see_the_same_are_the_same(name: str, world: int, played: dict[int, Path]) -> None:
+    """The first layers see what they see on one rank; GPTQ's Hessian is added up in another order, and no more."""
+    one, many = (tensors_of(played[each] / name) for each in (1, world))
+    assert one.keys() == many.keys()
+    for key in (each for each in one if each.startswith(FIRST)):
+        if one[key].is_floating_point() and one[key].dtype.itemsize > 1:
+            torch.testing.assert_close(many[key], one[key], rtol=1e-4, atol=0)
         else:
-            codes = [each.contiguous().view(torch.uint8) for each in (value, many[key])]
-            codes = [torch.cat([each & 15, each >> 4]) for each in codes]
-            assert (codes[0] == codes[1]).double().mean() > 0.99
-    notes = [json.loads((played[each] / name / "scalewright.json").read_text())["notes"] for each in (1, world)]
-    assert notes[0] == notes[1]
+            assert share_of_equal_codes(one[key], many[key]) >= 0.9999, key
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.is_exact])
+def test_layers_are_as_good_as_on_one_rank(name: str, world: int, played: dict[int, Path]) -> None:
+    """A code that falls to the other side changes all that comes after it, as another order of batches does."""
+    rows = [json.loads((played[each] / name / "scalewright.json").read_text())["layers"] for each in (1, world)]
+    gains = [
+        many["output_db"] - one["output_db"]
+        for one, many in zip(*rows, strict=True)
+        if one["output_db"] is not None and many["output_db"] is not None
+    ]
+    assert len(gains) >= len(ORDERED) and abs(sum(gains) / len(gains)) < 0.5 and min(gains) > -3
+
+
+def share_of_equal_codes(one: Tensor, other: Tensor) -> float:
+    both = [each.contiguous().flatten().view(torch.uint8) for each in (one, other)]
+    both = [torch.cat([each & 15, each >> 4]) for each in both]
+    return float((both[0] == both[1]).double().mean())
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -249,13 +274,14 @@ def test_all_ranks_have_the_same_model_and_the_same_result(name: str, world: int
 
 def test_an_expert_without_tokens_on_a_rank_is_there(played: dict[int, Path]) -> None:
     told = json.loads((played[3] / "experts" / "scalewright.json").read_text())
-    assert any("saw 0 tokens" in note or "tokens, and GPTQ needs" in note for note in told["notes"])
+    assert any("tokens, and GPTQ needs" in note for note in told["notes"])
     assert any(row["output_db"] is not None for row in told["layers"] if ".experts." in row["name"])
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_importance_is_gathered_by_all_ranks(world: int, played: dict[int, Path]) -> None:
-    assert (played[world] / "importance").read_bytes() == (played[1] / "importance").read_bytes()
+    one, many = (load_file(played[each] / "importance") for each in (1, world))
+    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
     known = [json.loads((played[world] / f"importance.rank{rank}.json").read_text()) for rank in range(world)]
     assert all(each == known[0] for each in known)
 

@@ -133,11 +133,11 @@ class Watch:
             self._failure = _STORE_IS_LOST.format(f"has not answered for {self.silence:g} s")
             self.lost.add(0)
         if self._failure is None and now > began + self.timeout:
-            late = [rank for rank, word in self._words.items() if word.meetings < self._word.meetings]
-            who = f"rank {late[0]}: has" if late else "the ranks: they have"
+            # Others may wait for one that waits for the last one.
+            last = min(self._words, key=lambda rank: self._words[rank].meetings, default=0)
             self._failure = (
-                f"{who} not come to where the others wait within {self.timeout:g} s. Look what it does there, or give "
-                "it more time with rank_timeout."
+                f"rank {last}: has not come to where the others wait within {self.timeout:g} s. Look what it does "
+                "there, or give it more time with rank_timeout."
             )
         if self._failure is not None:
             raise RankError(self._failure)
