@@ -338,11 +338,11 @@ def run_and_fail(folder: Path, name: str, how: str, timeout: float, rank: int) -
     [
         ("raise", 60.0, "rank 1: OSError: no luck today"),
         ("kill", 60.0, "rank 1: its process has ended."),
-        ("stop", 4.0, "rank 1: nothing was heard of it for 4 s. It hangs, or its machine is lost."),
+        ("stop", 10.0, "rank 1: nothing was heard of it for 5 s. It hangs, or its machine is lost."),
         (
             "sleep",
-            4.0,
-            "rank 1: has not come to where the others wait within 4 s. Look what it does there, or give it more time "
+            10.0,
+            "rank 1: has not come to where the others wait within 10 s. Look what it does there, or give it more time "
             "with rank_timeout.",
         ),
     ],

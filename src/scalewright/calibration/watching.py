@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from scalewright.errors import RankError
 
 SILENT_SECONDS = 30.0
-"""After which a rank is lost of which nothing is heard, unless the time-out is shorter."""
+"""After which a rank is lost of which nothing is heard; half of the time-out if that is shorter."""
 TIMEOUT_SECONDS = 1800.0
 """How long ranks wait for one that lives and does not come."""
 _LONGEST_PAUSE = 0.005
@@ -53,7 +53,7 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, count: int, *, timeout: float) -> None:
         self.timeout = timeout
-        self.silence = min(SILENT_SECONDS, timeout)
+        self.silence = min(SILENT_SECONDS, timeout / 2)
         self.lost: set[int] = set()
         """Ranks that are gone, so that they say nothing any more."""
         self.is_ending = False
