@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs-tables bench bench-accuracy vllm clean
+.PHONY: setup test explore demo lint types docs-tables bench bench-accuracy bench-ranks vllm clean
 
 setup: $(VENV)/.installed
 
@@ -46,6 +46,10 @@ bench: setup $(PEER)/.installed
 # Go on where it was broken off, or try it: `make bench-accuracy ACCURACY_ARGS="--missing"`, `"--quick --only W4A16"`.
 bench-accuracy: setup $(PEER)/.installed
 	$(BIN)/python -m bench.accuracy --peer $(PEER)/bin/python $(ACCURACY_ARGS)
+
+# Two ranks of one thread beside one: `make bench-ranks RANKS_ARGS="--only GPTQ"`.
+bench-ranks: setup
+	$(BIN)/python -m bench.ranks $(RANKS_ARGS)
 
 $(PEER)/.installed: constraints.txt
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)

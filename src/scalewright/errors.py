@@ -16,6 +16,7 @@
     ├── CalibrationError       (ValueError)      calibration did not show what is needed
     ├── DataError              (ValueError)      calibration data that cannot be used
     ├── OutputError            (ValueError)      a result that cannot be written where it was asked for
+    ├── RankError              (RuntimeError)    another rank has failed, is lost, or has something else to do
     └── StrictError            (ValueError)      a note, where notes are errors
 
 A message reads ``<where>: <what is wrong, with both numbers>. <what to do>.`` Deep code raises the short
@@ -109,6 +110,10 @@ class DataError(ScalewrightError, ValueError):
 
 class OutputError(ScalewrightError, ValueError):
     """A result that cannot be written where it was asked for."""
+
+
+class RankError(ScalewrightError, RuntimeError):
+    """A rank has failed, is lost or does something else, so that the others cannot go on. The message names it."""
 
 
 class StrictError(ScalewrightError, ValueError):

@@ -7,6 +7,7 @@ A file is safetensors: `<layer>.sum` (fp32, [in_features]) is the sum of x^2 of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import Importance, gather_squares, layers_meant, note_unseen
 from scalewright.calibration.pipelines import OnStep, silent
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.fingerprint import digest_of_data
 from scalewright.checkpoint.outputs import check_output_file, write_file
 from scalewright.errors import DataError, ImportanceError
 from scalewright.modifiers import IMatrixGatherer, Modifier
@@ -32,6 +35,7 @@ _METADATA = ("version", "model", "num_tokens", "seed")
 _WRITTEN = "Give a file that `scalewright importance` has written."
 
 
+@with_ranks
 def gather_importance(
     model: nn.Module | str | Path,
     dataset: Any,
@@ -54,17 +58,20 @@ def gather_importance(
     overwrite: bool = False,
     seed: int = 0,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
 ) -> Importance:
     """Run data through a model, and give the importance of the input channels of its layers.
 
     The model, given as an object or by its path or hub name, stays as it is. With `output_file` the importance is
-    written there. Data options are those of `oneshot`.
+    written there. Data options, and ranks, are those of `oneshot`.
     """
+    ranks = ranks or Ranks()
+    on_step = on_step if ranks.is_first else silent
     gatherer = IMatrixGatherer(targets=targets, ignore=ignore)
     if dataset is None:
         raise DataError("importance is found by running data through the model. Give a dataset.")
     if output_file is not None:
-        check_output_file(Path(output_file), overwrite=overwrite)
+        ranks.on_first(partial(check_output_file, Path(output_file), overwrite=overwrite))
     with (
         layers_and_data(
             model,
@@ -83,7 +90,8 @@ def gather_importance(
         ) as ready,
         showing_all_tokens(ready.model, on=moe_calibrate_all_experts),
     ):
-        found = gather_squares(ready.model, ready.layers, ready.batches, on_step=on_step)
+        ranks.check_same({"data": digest_of_data(ready.batches)})
+        found = gather_squares(ready.model, ready.layers, ready.batches, on_step=on_step, ranks=ranks)
     notes = ready.notes
     notes += note_unseen({name: count for name, (_, count) in found.items()})
     refuse_if_strict(notes, strict=strict)
@@ -96,7 +104,7 @@ def gather_importance(
         notes=notes,
     )
     if output_file is not None:
-        save_importance(importance, output_file, overwrite=overwrite)
+        ranks.on_first(partial(save_importance, importance, output_file, overwrite=overwrite))
     return importance
 
 

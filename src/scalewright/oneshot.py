@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
@@ -34,7 +36,7 @@ from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.reading import load_checkpoint
-from scalewright.checkpoint.saving import check_output, save_checkpoint
+from scalewright.checkpoint.saving import check_output, disk_of, save_checkpoint
 from scalewright.checkpoint.shelf import Shelf
 from scalewright.checkpoint.verifying import check_draft
 from scalewright.errors import OutputError, RecipeError, StrictError
@@ -140,6 +142,7 @@ class Result:
         return json.dumps(self.to_dict(), indent=2)
 
 
+@with_ranks
 def oneshot(
     model: nn.Module | str | Path,
     *,
@@ -167,6 +170,7 @@ def oneshot(
     max_memory: int | str | None = None,
     seed: int = 0,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
 ) -> Result:
     """Quantise a model, given as an object or by its path or hub name, as a recipe (or the name of a scheme) says.
 
@@ -182,13 +186,18 @@ def oneshot(
 
     A run that was stopped goes on when it is called again with the same model, recipe, data and output_dir: finished
     layers are in `OUT.partial`. With `restart` it begins anew.
+
+    Where a process group of torch.distributed is there, its ranks share the work: all of them call this with the same
+    arguments and have the same result, and the first one writes and shows progress.
     """
-    clock = _Clock()
+    ranks, clock = ranks or Ranks(), _Clock()
+    on_step = on_step if ranks.is_first else silent
     parsed = _recipe_from(recipe, scheme, quality)
     _check_names(pipeline, dtype, device)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
-    mapped = _files_for(model, None if out is None else check_output(out, overwrite=overwrite), device)
+    ranks.on_first(partial(_check_output, out, overwrite=overwrite))
+    mapped = _files_for(model, out, device)
     with clock("load"), _lying_in(mapped):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -219,20 +228,21 @@ def oneshot(
         notes.add(samples.notes)
     batches = [] if samples is None else samples.batches
     with ExitStack() as stack:
-        journal: Journal | None = None
-        if out is not None:
-            check_output(out, overwrite=overwrite, num_bytes=bytes_after(plans))
-            settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
-            found = fingerprint_of(model, loaded, parsed, batches, files, settings)
-            journal = stack.enter_context(journal_for(out, found, restart=restart))
+        settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
+        print_of = partial(fingerprint_of, model, loaded, parsed, batches, files, settings)
+        ranks.on_first(partial(_check_output, out, overwrite=overwrite, num_bytes=bytes_after(plans)))
+        journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
+        keeper = None if out is None else ranks.keeper(journal)
         streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
         for plan, gathering in zip(plans, gatherings, strict=True):
             if gathering.names:
                 with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                    gathered = gathering.standing(loaded, batches, on_step, blocks=plan.blocks, **streaming)
+                    gathered = gathering.standing(loaded, batches, on_step, ranks, blocks=plan.blocks, **streaming)
                     notes.add(stack.enter_context(gathered))
             with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                calibration = Calibration(loaded, plan.layers, batches, plan.blocks, on_step, journal, **streaming)
+                calibration = Calibration(
+                    loaded, plan.layers, batches, plan.blocks, on_step, keeper, ranks, **streaming
+                )
                 done = calibration.run(plan.pipeline)
             notes.add(_gathered(note for layer in done for note in layer.notes))
             layers += done
@@ -249,6 +259,7 @@ def oneshot(
             seed,
             versions(),
             bytes_before,
+            out,
             companions=companions,
             files=mapped,
         )
@@ -256,7 +267,7 @@ def oneshot(
             with clock("save"):
                 on_step("writing", str(out), 0, 1)
                 result._write(journal)
-                result.output_dir = out
+        ranks.meet()
     return result
 
 
@@ -281,13 +292,18 @@ def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
     check_device(device)
 
 
+def _check_output(out: Path | None, **asked: Any) -> None:
+    if out is not None:
+        check_output(out, **asked)
+
+
 def _files_for(
-    model: nn.Module | str | Path, parent: Path | None, device: str | torch.device | None
+    model: nn.Module | str | Path, out: Path | None, device: str | torch.device | None
 ) -> MappedFiles | None:
     """Where the weights will lie if the model is not to be in memory: it is read from files, and written to others."""
-    if parent is None or isinstance(model, nn.Module) or not can_map() or torch.device(device or "cpu").type != "cpu":
+    if out is None or isinstance(model, nn.Module) or not can_map() or torch.device(device or "cpu").type != "cpu":
         return None
-    return MappedFiles(Scratch(parent))
+    return MappedFiles(Scratch(disk_of(out)))
 
 
 def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:
@@ -305,6 +321,23 @@ def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_
 
 def _bytes_of(model: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+@contextmanager
+def _journal(
+    ranks: Ranks, out: Path | None, print_of: Callable[[], dict[str, str]], *, is_object: bool, restart: bool
+) -> Iterator[Journal | None]:
+    """The journal of a run that is to write `out`, for the first rank; all ranks must have been given the same."""
+    if out is None and ranks.count == 1:
+        yield None
+        return
+    found = print_of()
+    ranks.check_same({name: each for name, each in found.items() if name != "model" or is_object})
+    if out is None or not ranks.is_first:
+        yield None
+        return
+    with journal_for(out, found, restart=restart) as journal:
+        yield journal
 
 
 def _gathered(notes: Iterator[str]) -> list[str]:

@@ -354,7 +354,7 @@ def test_collectives_run_where_the_backend_wants_them(monkeypatch, backend, acce
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    assert merging._collective_device(None) == torch.device(device)
+    assert merging.collective_device(None) == torch.device(device)
 
 
 def test_counts_that_were_set_by_hand_after_a_sync_are_all_new():

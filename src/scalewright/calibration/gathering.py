@@ -15,6 +15,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
 
+from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.experts import is_fused
 from scalewright.calibration.pipelines import Batch, OnStep, silent
 from scalewright.calibration.plan import LM_HEAD, Plan
@@ -27,6 +28,7 @@ from scalewright.modifiers.shown import See
 from scalewright.observers import IMatrixMSEObserver
 from scalewright.observers.importance import (
     ImportanceObserver,
+    empty_sum,
     forget_importance,
     leave_importance,
     sum_squares,
@@ -82,6 +84,7 @@ def gather_squares(
     batches: Sequence[Batch],
     *,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
     blocks: Sequence[str] = (),
     **streaming: Any,
 ) -> dict[str, tuple[Tensor, int]]:
@@ -96,7 +99,10 @@ def gather_squares(
         sums.update({name: _empty_sum(name, module) for name, module in modules.items()})
         return {name: (module, _adding_to(sums[name])) for name, module in modules.items()}
 
-    watch_inputs(model, begin, batches, phase="gathering", on_step=on_step, blocks=blocks, **streaming)
+    ranks = ranks or Ranks()
+    more = {"ranks": ranks, "blocks": blocks, **streaming}
+    watch_inputs(model, begin, batches, phase="gathering", on_step=on_step, **more)
+    ranks.sync(list(sums.values()))
     return {name: _total(each) for name, each in sums.items()}
 
 
@@ -106,7 +112,7 @@ def _empty_sum(name: str, module: nn.Module) -> ImportanceObserver:
     observer.label = name
     weight = module.weight
     assert isinstance(weight, Tensor)
-    observer._imatrix_sum = torch.zeros(weight.shape[-1], dtype=torch.float32, device=weight.device)
+    observer._imatrix_sum = empty_sum(weight.shape[-1], weight.device)
     return observer
 
 
@@ -116,7 +122,7 @@ def _adding_to(observer: ImportanceObserver) -> See:
 
 def _total(observer: ImportanceObserver) -> tuple[Tensor, int]:
     assert observer._imatrix_sum is not None
-    return observer._imatrix_sum, int(observer._imatrix_count)
+    return observer._imatrix_sum.float(), int(observer._imatrix_count)
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
@@ -188,6 +194,7 @@ class Gathering:
         model: nn.Module,
         batches: Sequence[Batch],
         on_step: OnStep = silent,
+        ranks: Ranks | None = None,
         *,
         blocks: Sequence[str] = (),
         **streaming: Any,
@@ -195,7 +202,9 @@ class Gathering:
         """Gather, and give notes. While inside, importance stands on the modules until it is used; none does after."""
         found = dict(self.given)
         if self.modules:
-            squares = gather_squares(model, self.modules, batches, on_step=on_step, blocks=blocks, **streaming)
+            squares = gather_squares(
+                model, self.modules, batches, on_step=on_step, ranks=ranks, blocks=blocks, **streaming
+            )
             for name, (sum_C, count) in squares.items():
                 found[name] = (self.modules[name], sum_C, count)
         try:

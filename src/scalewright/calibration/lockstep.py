@@ -18,6 +18,8 @@ from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-u
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+Place = tuple[int, ...]
+"""Where a module comes among those that passes wait for: its number, and that of a module within it."""
 _Order = Literal["go on", "rehearse"]
 
 
@@ -43,19 +45,23 @@ class LockStep:
         *,
         entering: Callable[[int], object] = lambda batch: None,
         leaving: Callable[[Any], object] = lambda arguments: None,
+        agree: Callable[[Place | None], Place | None] = lambda place: place,
     ) -> None:
         """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on.
 
-        When a pass begins to wait, `leaving` is given what the module that it waits for will be called with.
+        When a pass begins to wait, `leaving` is given what the module that it waits for will be called with. `agree` is
+        given the place of the first module that a batch waits for, None if none does, and says which comes next: others
+        may have batches of their own. Then no batch of ours may wait there.
         """
         self._modules = modules
-        self._places: dict[str, tuple[int, ...]] = {name: (place,) for place, name in enumerate(modules)}
+        self._places: dict[str, Place] = {name: (place,) for place, name in enumerate(modules)}
         self._hooks = ExitStack()
         self._forward = forward
         self._outside = copy_context()
         self._count = count
         self._entering = entering
         self._leaving = leaving
+        self._agree = agree
         self._passes: dict[int, greenlet] = {}
         self._batches: dict[greenlet, int] = {}
         self._waiting: dict[int, str] = {}
@@ -88,8 +94,11 @@ class LockStep:
         """
         for batch in range(self._count):
             self._start(batch)
-        while self._waiting:
-            name = min(self._waiting.values(), key=lambda each: self._places[each])
+        while True:
+            place = self._agree(min((self._places[each] for each in self._waiting.values()), default=None))
+            if place is None:
+                return
+            name = next(each for each, its_place in self._places.items() if its_place == place)
             batches = sorted(batch for batch, waits_for in self._waiting.items() if waits_for == name)
             self._stayed = set(batches)
             yield name, batches

@@ -24,9 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
+from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.lockstep import Enough, LockStep, copied
 from scalewright.calibration.scratch import WaitingRoom
-from scalewright.calibration.steps import Unit, is_within, steps_of, units_of
+from scalewright.calibration.steps import (
+    StepsInWords,
+    Unit,
+    is_within,
+    steps_from_words,
+    steps_in_words,
+    steps_of,
+    units_of,
+)
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import RecipeError, did_you_mean
 from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
@@ -37,7 +46,7 @@ from scalewright.observers.fusion import fuse_weight_observers
 PIPELINES = ("auto", "data_free", "basic", "sequential")
 
 Batch = Mapping[str, Any]
-Visit = Callable[[Unit, Callable[[int], None], Sequence[int]], None]
+Visit = Callable[[Unit, Callable[[int], None], Sequence[int], Callable[[], None]], None]
 OnStep = Callable[[str, str, int, int], None]
 """What is being done, to what, how many of how many are done. Calibrating counts tokens, quantising counts layers."""
 
@@ -97,16 +106,23 @@ class Calibration:
     on_step: OnStep = silent
     journal: Keeper | None = None
     """Keeps finished layers, and has those that an earlier run has finished."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that share the work. Each is given all batches, and runs its share of them."""
     weights: Weights | None = None
     """Has the weights, if they are not in memory. Blocks are run one after the other then, and given up when done."""
     waiting_room: WaitingRoom | None = None
     """Where passes leave what they need later, if that is not to be in memory."""
 
     def __post_init__(self) -> None:
+        num_tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
+        own = self.ranks.share_of(num_tokens)
+        self.batches = self.batches[own]
         self._masks = Masks(self.model, self.batches)
         self._gallery = Gallery()
         self._is_unquantised = False
-        self._tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
+        # What a rank shows stands for what all of them do.
+        times = sum(num_tokens) / max(1, sum(num_tokens[own]))
+        self._tokens = [each * times for each in num_tokens[own]]
         self._num_shown = 0.0
         self._num_quantised = 0
         owners = Counter(each.data_ptr() for _, each in self.model.named_parameters(remove_duplicate=False))
@@ -162,7 +178,7 @@ class Calibration:
         done: list[QuantizedLayer] = []
         now: list[WatchedLayer] = []
 
-        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int]) -> None:
+        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int], settle: Callable[[], None]) -> None:
             todo = [] if self._is_done(unit.layers) else unit.layers
             now.extend(layer for layer in todo if not self._is_done([layer]))
             with self._watched(unit.layers, unit.module):
@@ -170,6 +186,7 @@ class Calibration:
                     for batch in batches:
                         with self._showing(batch, unit.name, passes=len(units)):
                             run(batch)
+                settle()
                 done.extend(self._finish(unit.layers))
 
         last = max((place for place, unit in enumerate(units) if not self._is_done(unit.layers)), default=-1)
@@ -186,7 +203,8 @@ class Calibration:
     def _walk(self, units: Sequence[Unit], visit: Visit) -> list[Unit]:
         """Bring all batches through the units, one unit after the other; the units that no batch came to.
 
-        `visit` is given a unit, what runs it on a batch, and the batches that wait for it, all of which it has to run.
+        `visit` is given a unit, what runs it on a batch, the batches that wait for it, all of which it has to run, and
+        what it must call when it has.
         """
         left = {unit.name: unit for unit in units}
         modules = {unit.name: unit.module for unit in units}
@@ -200,12 +218,13 @@ class Calibration:
                 for batch in batches:
                     met[batch].append(name)
                 if left:
-                    visit(unit, lockstep.go_on, batches)
+                    visit(unit, lockstep.go_on, batches, lambda: None)
                     self._give_up()
                     continue
                 with ExitStack() as stack:
                     alike = [batch for batch in batches if met[batch] == met[batches[0]]]
-                    visit(unit, self._run_of_last(unit, lockstep, stack, alike), batches)
+                    run = self._run_of_last(unit, lockstep, stack, alike)
+                    visit(unit, run, batches, partial(self._check_met_once, lockstep, alike[1:]))
                 break
         self._give_up()
         return list(left.values())
@@ -227,10 +246,14 @@ class Calibration:
                 routes.append(stack.enter_context(_Route(self.model, alone).known()))
             with routes[0].travelled(to_its_end=goes_on):
                 (lockstep.go_on if goes_on else lockstep.rehearse)(batch)
-            if goes_on and lockstep.is_waiting(batch):
-                raise MetAgainError
 
         return run
+
+    def _check_met_once(self, lockstep: LockStep, rehearsed: Sequence[int]) -> None:
+        """Say that a unit is met again if a batch that went on to its end waits once more, on whatever rank."""
+        waiting = [batch for batch in range(len(self.batches)) if lockstep.is_waiting(batch) and batch not in rehearsed]
+        if any(self.ranks.gather(bool(waiting))):
+            raise MetAgainError
 
     def _sequential(self) -> list[QuantizedLayer]:
         whole = units_of(self.model, self.layers, self.blocks)
@@ -257,7 +280,7 @@ class Calibration:
                     self._give_up()
                     if self.weights is not None:
                         self.weights.fetch(modules[name])
-                steps = [] if unit is None else steps_of(self.model, unit, partial(lockstep.rehearse, batches[0]))
+                steps = [] if unit is None else self._steps_of(unit, lockstep, batches)
                 if unit is None:
                     if name in units:
                         _note_again(name, units[name].layers, done[name], is_made_up_for=streams > 1)
@@ -277,6 +300,18 @@ class Calibration:
             self._give_up()
         _note_shared(units, done, is_made_up_for=streams > 1)
         return [layer for layers in done.values() for layer in layers]
+
+    def _steps_of(self, unit: Unit, lockstep: LockStep, batches: Sequence[int]) -> list[Unit]:
+        """The steps of a unit, which the first batch that waits for it shows to all ranks."""
+        found: list[Unit] = []
+
+        def find() -> StepsInWords:
+            found.extend(steps_of(self.model, unit, partial(lockstep.rehearse, batches[0])))
+            return steps_in_words(unit, found)
+
+        who = self.ranks.first_with(bool(batches))
+        words = self.ranks.told_by(who, find)
+        return found if who == self.ranks.rank else steps_from_words(self.model, unit, words)
 
     def _calibrated(
         self, unit: Unit, lockstep: LockStep, batches: Sequence[int], *, passes: int, is_last: bool
@@ -351,7 +386,7 @@ class Calibration:
     @contextmanager
     def _showing(self, batch: int, what: str, *, passes: int = 1, share: float = 1.0) -> Iterator[None]:
         """Tells of a batch when it begins and when it is done."""
-        total = passes * sum(self._tokens)
+        total = round(passes * sum(self._tokens))
         self.on_step("calibrating", what, round(self._num_shown), total)
         yield
         self._num_shown += share * self._tokens[batch]
@@ -360,7 +395,7 @@ class Calibration:
     def _lockstep(self, modules: Mapping[str, nn.Module], forward: Callable[[int], Any], count: int) -> LockStep:
         room = self.waiting_room
         leaving = {} if room is None else {"leaving": room.take}
-        return LockStep(modules, forward, count, entering=self._masks.enter, **leaving)
+        return LockStep(modules, forward, count, entering=self._masks.enter, agree=self.ranks.earliest, **leaving)
 
     def _give_up(self) -> None:
         if self.weights is not None:
@@ -375,29 +410,48 @@ class Calibration:
         self.model(**inputs)
 
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
-        done = []
-        for group in _sharing_a_scale(layers):
+        done: dict[str, QuantizedLayer] = {}
+        groups = _sharing_a_scale(layers)
+        for group in groups:
             if self.journal is not None and self._is_done(group):
-                done += [self._restored(layer, self.journal) for layer in group]
-                continue
-            # Of what observers are shown: another global scale than foreseen would have them search again.
-            seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
-            absmax = max((absmax_of(each) for each in seen), default=None)
-            for layer in group:
-                layer.observe_weight(foreseen_absmax=absmax)
-            for layer in group:
-                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
-                finished = layer.finish()
-                if self.journal is not None:
-                    finished.compressed = self.journal.keep(layer.name, finished.compressed, finished.record())
-                if self.weights is not None:
-                    self.weights.finished(layer, finished.compressed)
-                done.append(finished)
-                self._num_quantised += 1
-                self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
-            if not group[0].keeps_weight:
+                done |= {layer.name: self._restored(layer, self.journal) for layer in group}
+        for shares in self.ranks.rounds([group for group in groups if not self._is_done(group)]):
+            self.ranks.merge(shares)
+            for owner, group in shares:
+                if owner == self.ranks.rank:
+                    done |= {each.name: each for each in self._quantised(group)}
+            for owner, group in shares:
+                for layer in group:
+                    finished = done.get(layer.name)
+                    done[layer.name] = self.ranks.pass_on(layer, owner, finished)
+                    if finished is None or not self.ranks.is_first:
+                        self._keep(layer, done[layer.name])
+            if layers and not layers[0].keeps_weight:
                 self._give_up()
-        return done
+        return [done[layer.name] for layer in layers]
+
+    def _quantised(self, group: Sequence[WatchedLayer]) -> Iterator[QuantizedLayer]:
+        """Quantise layers that share a scale."""
+        # Of what observers are shown: another global scale than foreseen would have them search again.
+        seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
+        absmax = max((absmax_of(each) for each in seen), default=None)
+        for layer in group:
+            layer.observe_weight(foreseen_absmax=absmax)
+        for layer in group:
+            self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
+            finished = layer.finish()
+            if self.ranks.is_first:
+                self._keep(layer, finished)
+            yield finished
+
+    def _keep(self, layer: WatchedLayer, finished: QuantizedLayer) -> None:
+        tensors = finished.compressed
+        if self.journal is not None:
+            finished.compressed = self.journal.keep(finished.name, finished.compressed, finished.record())
+        if self.weights is not None:
+            self.weights.finished(layer, finished.compressed or tensors)
+        self._num_quantised += 1
+        self.on_step("quantising", finished.name, self._num_quantised, len(self.layers))
 
     def _is_done(self, layers: Iterable[WatchedLayer]) -> bool:
         """Whether an earlier run has finished all of some layers."""

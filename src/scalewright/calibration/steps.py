@@ -86,6 +86,35 @@ def steps_of(model: nn.Module, unit: Unit, rehearse: Callable[[], object]) -> li
     return [] if len(steps) < 2 else [replace(step, share=1 / len(steps)) for step in steps]
 
 
+StepsInWords = dict[str, Any]
+"""The steps of a unit as plain data, for other ranks, which need not rehearse it."""
+
+
+def steps_in_words(unit: Unit, steps: Sequence[Unit]) -> StepsInWords:
+    """What `steps_of` has found out of a unit."""
+    return {
+        "again": [layer.name for layer in unit.layers if layer.is_called_again],
+        "steps": [[step.name, [layer.name for layer in step.layers], step.step_of is not None] for step in steps],
+    }
+
+
+def steps_from_words(model: nn.Module, unit: Unit, words: StepsInWords) -> list[Unit]:
+    """The same on another rank."""
+    layers = {layer.name: layer for layer in unit.layers}
+    for layer in unit.layers:
+        layer.is_called_again = layer.name in words["again"]
+    return [
+        Unit(
+            name,
+            model.get_submodule(name),
+            [layers[each] for each in names],
+            step_of=unit.module if is_step else None,
+            share=1 / len(words["steps"]),
+        )
+        for name, names, is_step in words["steps"]
+    ]
+
+
 def _by_input(model: nn.Module, unit: Unit, calls: Sequence[Call], whole: Sequence[str]) -> list[Unit]:
     """Layers that are called one after the other with the same input make a step; those `whole` modules do, too."""
     steps: list[Unit] = []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.pipelines import (
     Batch,
     Calibration,
@@ -34,20 +35,21 @@ def watch_inputs(
     *,
     phase: str,
     on_step: OnStep = silent,
+    ranks: Ranks | None = None,
     blocks: Sequence[str] = (),
     **streaming: Any,
 ) -> None:
     """Run the batches, and show what each of the modules is given to the one who looks at it.
 
-    Passes end at the last input that is needed. No hook stays behind, whatever happens. `phase` is what `on_step` is
-    told that is being done. `streaming` is what `Calibration` needs if the model is not in memory, and `blocks` are
-    what it then goes by.
+    Of several `ranks` each runs its own share of the batches. Passes end at the last input that is needed. No hook
+    stays behind, whatever happens. `phase` is what `on_step` is told that is being done. `streaming` is what
+    `Calibration` needs if the model is not in memory, and `blocks` are what it then goes by.
     """
 
     def watching(_: str, what: str, done: int, total: int) -> None:
         on_step(phase, what, done, total)
 
-    _Watching(model, [], batches, list(blocks), watching, **streaming).watch(begin)
+    _Watching(model, [], batches, list(blocks), watching, None, ranks or Ranks(), **streaming).watch(begin)
 
 
 class _Watching(Calibration):
@@ -82,9 +84,10 @@ class _Watching(Calibration):
                     self._forward(i)
 
     def _visit(self, passes: int) -> Visit:
-        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int]) -> None:
+        def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int], settle: Callable[[], None]) -> None:
             for batch in batches:
                 with self._showing(batch, unit.name, passes=passes):
                     run(batch)
+            settle()
 
         return visit

@@ -33,10 +33,15 @@ def fingerprint_of(
     return {
         "model": _digest(_of_model(source, model)),
         "recipe": _digest([recipe.to_yaml(), *sorted(str(each) for each in files)]),
-        "data": _digest([_of_value(each) for batch in batches for each in tree_leaves(dict(batch))]),
+        "data": digest_of_data(batches),
         "set of options": _digest(settings),
         "set of versions": json.dumps(versions()),
     }
+
+
+def digest_of_data(batches: Sequence[Mapping[str, Any]]) -> str:
+    """A digest of all that is in batches."""
+    return _digest([_of_value(each) for batch in batches for each in tree_leaves(dict(batch))])
 
 
 def _of_model(source: nn.Module | str | Path, model: nn.Module) -> Iterable[Any]:

@@ -31,18 +31,21 @@ _SHARD_BYTES = 5 * 10**9
 _STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
 
 
-def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> Path:
-    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
+def disk_of(path: Path) -> Path:
+    """The folder that is there already, on whose disk a path will be."""
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent
 
-    Gives the folder that is there already, on whose disk it will be.
-    """
+
+def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
+    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to."""
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path}: is a file. Give a folder.")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise OutputError(f"{path}: exists already and is not empty. Give another folder, or overwrite.")
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    parent = disk_of(path)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: {parent} cannot be written to.")
     free = shutil.disk_usage(parent).free
@@ -51,7 +54,6 @@ def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> Path:
             f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. "
             "Make room, or give another folder."
         )
-    return parent
 
 
 def save_checkpoint(

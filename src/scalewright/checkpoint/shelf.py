@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from scalewright.checkpoint.mapped import MappedFiles
+from scalewright.checkpoint.parts import Part
 from scalewright.modifiers.layers import WatchedLayer
 
 
@@ -33,6 +34,9 @@ class Shelf:
     def finished(self, layer: WatchedLayer, tensors: Mapping[str, Tensor]) -> None:
         """A layer has been finished, and its tensors are kept."""
         if layer.scheme.weights is not None:
+            if not isinstance(tensors, Part):  # another rank has the file
+                place = self._files.scratch.place
+                tensors = {key: place(each, is_shared=False)[0] for key, each in tensors.items() if each.numel()}
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
 

@@ -29,7 +29,8 @@ from scalewright.cli.options import (
     given_options,
 )
 from scalewright.cli.progress import progress_shown
-from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.cli.ranks import RankTimeout, shared_by_ranks
+from scalewright.cli.shown import say, tell
 from scalewright.errors import RecipeError
 
 
@@ -58,6 +59,7 @@ def importance(
     moe_calibrate_all_experts: AllExperts = True,
     device: Device = None,
     dtype: Dtype = "auto",
+    rank_timeout: RankTimeout = 1800.0,
     strict: Strict = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -66,11 +68,16 @@ def importance(
     from scalewright.calibration.plan import LM_HEAD
     from scalewright.importance import gather_importance, merge_files
 
-    with failing_politely(), progress_shown(quiet=as_json) as on_step:
+    with (
+        shared_by_ranks(None, timeout=rank_timeout, device=device) as ranks,
+        progress_shown(quiet=as_json or not ranks.is_first) as on_step,
+    ):
         if merge:
             odd = given_options(context, besides=("names", "out", "merge", "overwrite", "strict", "as_json"))
             if odd:
                 raise RecipeError(f"{', '.join(odd)}: files are merged, and no model is run. Leave it out, or --merge.")
+            if ranks.count > 1:
+                raise RecipeError("--merge: there is nothing to share out to ranks. Run it without torchrun.")
             found = merge_files(names, out, strict=strict, overwrite=overwrite)
         else:
             if len(names) > 1:
@@ -95,7 +102,10 @@ def importance(
                 overwrite=overwrite,
                 seed=seed,
                 on_step=on_step,
+                ranks=ranks,
             )
+    if not ranks.is_first:
+        return
     if as_json:
         print(json.dumps({**found.to_dict(), "out": str(out)}))
         return

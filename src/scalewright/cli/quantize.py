@@ -24,6 +24,7 @@ from scalewright.cli.options import (
     with_job,
 )
 from scalewright.cli.progress import progress_shown
+from scalewright.cli.ranks import RankTimeout, shared_by_ranks
 from scalewright.cli.shown import failing_politely, layers_table, out_console, say, tell
 from scalewright.errors import RecipeError
 
@@ -52,6 +53,7 @@ def quantize(
         str | None,
         run_option(help="Memory that the run may take, such as 8GB.", show_default="nine tenths of what is free"),
     ] = None,
+    rank_timeout: RankTimeout = 1800.0,
     print_recipe: Annotated[
         bool, recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
     ] = False,
@@ -66,7 +68,10 @@ def quantize(
             recipe = Recipe.of(job.parsed_recipe())
         print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
         return
-    with failing_politely(out), progress_shown(quiet=as_json) as on_step:
+    with (
+        shared_by_ranks(out, timeout=rank_timeout, device=device) as ranks,
+        progress_shown(quiet=as_json or not ranks.is_first) as on_step,
+    ):
         if out is None:
             raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
         result = oneshot(
@@ -93,8 +98,11 @@ def quantize(
             max_memory=max_memory,
             seed=seed,
             on_step=on_step,
+            ranks=ranks,
         )
-        page = _report_on(out, result) if report else None
+        page = _report_on(out, result) if report and ranks.is_first else None
+    if not ranks.is_first:
+        return
     if as_json:
         print(json.dumps({**result.to_dict(), "out": str(out)} | ({} if page is None else {"report": str(page)})))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scalewright.errors import ScalewrightError
+from scalewright.errors import RankError, ScalewrightError
 
 out_console = Console(width=None if Console().is_terminal else 140)
 err_console = Console(stderr=True)
@@ -69,14 +69,20 @@ def say(text: str, head: str = "", *, style: str = "", console: Console = out_co
 
 
 @contextmanager
-def failing_politely(out: Path | None = None) -> Iterator[None]:
-    """A user's mistake is one line and exit code 2. Who stops a run that writes to `out` is told how to go on."""
+def failing_politely(out: Path | None = None, *, is_quiet: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """A user's mistake is one line and exit code 2. Who stops a run that writes to `out` is told how to go on.
+
+    `is_quiet` is asked whether somebody else says it.
+    """
     try:
         yield
     except ScalewrightError as error:
-        say(str(error), "error ", style="bold red", console=err_console)
-        raise typer.Exit(2) from None
+        if not is_quiet():
+            say(str(error), "error ", style="bold red", console=err_console)
+        raise typer.Exit(1 if isinstance(error, RankError) else 2) from None
     except KeyboardInterrupt:
+        if is_quiet():
+            raise typer.Exit(1) from None
         partial_folder = None if out is None else out.with_name(f"{out.name}.partial")
         if partial_folder is not None and partial_folder.exists():
             say(

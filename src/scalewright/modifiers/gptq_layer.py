@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -62,6 +62,33 @@ class Hessian:
             self._is_symmetric = True
         return self._sum_CC
 
+    def told(self) -> list[int]:
+        """What other ranks must know of it."""
+        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(self.cross_CC is not None)]
+
+    @classmethod
+    def merged(cls, own: Hessian | None, told: Sequence[Sequence[int]], device: torch.device) -> Hessian:
+        """That of all ranks which have `told` of theirs, once all `strips` of it are added up. `own` becomes it."""
+        has_cross = all(each[3] for each in told)
+        merged = own if own is not None else cls(told[0][0], device, with_cross=has_cross)
+        merged.num_tokens, merged.num_shown = sum(each[1] for each in told), sum(each[2] for each in told)
+        merged.cross_CC = merged.cross_CC if has_cross else None
+        merged._is_symmetric = False
+        return merged
+
+    def copy_matrices(self, other: Hessian) -> None:
+        """Take over the matrices of another."""
+        self._sum_CC.copy_(other._sum_CC)
+        if self.cross_CC is not None and other.cross_CC is not None:
+            self.cross_CC.copy_(other.cross_CC)
+
+    def strips(self, rows: int) -> Iterator[Tensor]:
+        """Its matrices in pieces of some rows, without the part that is a mirror."""
+        for start in range(0, len(self._sum_CC), rows):
+            yield self._sum_CC[start : start + rows, start:]
+        if self.cross_CC is not None:
+            yield from torch.split(self.cross_CC, rows)
+
     def factor(self, rounding: Rounding) -> Factor:
         """Its factor, computed once."""
         key = (rounding.damping, rounding.is_ordered)
@@ -84,6 +111,7 @@ class GPTQLayer(WatchedLayer):
         self._hessian: Hessian | None = None
         self._num_shown = 0
         self._unquantised: deque[Tensor] = deque()
+        self._has_unmatched = False
         self._target: Tensor | None = None
         self._failure: str | None = None
 
@@ -128,6 +156,34 @@ class GPTQLayer(WatchedLayer):
         shown.once(("added", hessian), lambda: hessian.add(shown, unquantised))
         self._num_shown += 1
 
+    # ---- on several ranks --------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def cost(self) -> float:
+        columns = self.weight.shape[-1]
+        return super().cost * (1 + columns / 1000) + columns**3 / 6000
+
+    @property
+    def inputs(self) -> Hessian | None:
+        """What it has seen of its inputs."""
+        return self._hessian
+
+    @inputs.setter
+    def inputs(self, hessian: Hessian | None) -> None:
+        """Let it have seen what others have seen, too."""
+        self._hessian = hessian
+
+    @override
+    def told(self) -> dict[str, Any]:
+        return super().told() | {"shown": self._num_shown, "unmatched": len(self._unquantised)}
+
+    @override
+    def heard(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        super().heard(everyone)
+        self._num_shown = sum(each["shown"] for each in everyone)
+        self._has_unmatched = any(each["unmatched"] for each in everyone)
+
     # ---- quantising --------------------------------------------------------------------------------------------------
 
     @property
@@ -145,7 +201,8 @@ class GPTQLayer(WatchedLayer):
     @property
     def _cross(self) -> Tensor | None:
         """What its inputs have lost, if it is to make up for that, and it is known of all of them."""
-        is_known = self._hessian is not None and self.wants_unquantised and not self._unquantised
+        has_unmatched = bool(self._unquantised) or self._has_unmatched
+        is_known = self._hessian is not None and self.wants_unquantised and not has_unmatched
         return self._hessian.cross_CC if is_known and self._hessian is not None else None
 
     @property

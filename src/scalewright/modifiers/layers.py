@@ -7,7 +7,7 @@ the model in memory and the checkpoint are the same numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -41,10 +41,10 @@ from scalewright.modifiers.storing import read_back, store
 from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer, make_observer
 from scalewright.observers.base import QParamsDict
-from scalewright.observers.importance import ImportanceObserver, sum_squares
+from scalewright.observers.importance import ImportanceObserver, empty_sum, sum_squares
 from scalewright.observers.searching import SearchObserver
 
-_SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
+SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
 _POOR_DB = 20.0  # an output that keeps less, and
 _WORTH_DB = 6.0  # would gain more by dynamic scales, is named
 
@@ -121,6 +121,8 @@ class WatchedLayer:
             # Importance is shown (`sees`), so that masks are known, unless somebody has collected it before.
             if observer is not self.importance or hasattr(self.module, "_imatrix_sum"):
                 observer.attach(self.module)
+            elif isinstance(observer, ImportanceObserver):
+                observer._imatrix_sum = empty_sum(self.weight.shape[-1], self.weight.device)
 
     def stop(self) -> None:
         """Take them off; nothing of them stays."""
@@ -185,9 +187,43 @@ class WatchedLayer:
 
     def _keep_some(self, shown: Shown) -> None:
         self._seen.look(shown, self.chosen_tokens())
-        room = _SAMPLE_TOKENS - sum(len(each) for each in self._sample)
+        room = SAMPLE_TOKENS - sum(len(each) for each in self._sample)
         if room > 0:
             self._sample.append(shown.once("sample", lambda: _sample(shown))[:room])
+
+    # ---- on several ranks --------------------------------------------------------------------------------------------
+
+    @property
+    def cost(self) -> float:
+        """How long it takes to quantise it, in weights whose scales are searched."""
+        return float(self.weight.numel())
+
+    def observers_to_merge(self) -> list[Observer]:
+        """Those that have seen on each rank a part of what there is to see."""
+        importance = self.importance
+        is_weighed = importance is not None and not importance.is_given
+        return [each for name, each in self.observers.items() if name != "weight" or is_weighed]
+
+    def told(self) -> dict[str, Any]:
+        """What other ranks must know of what it has seen on this one, as plain data."""
+        sample = self.sample
+        kind = (0, 0, "") if sample is None else (*sample.shape, str(sample.dtype).removeprefix("torch."))
+        return {"has_data": self._has_data, "sample": kind, "seen": self._seen.told()}
+
+    def heard(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what all ranks have `told`."""
+        self._has_data = any(each["has_data"] for each in everyone)
+        self._seen.heard([each["seen"] for each in everyone])
+
+    @property
+    def sample(self) -> Tensor | None:
+        """The first tokens that it was given, [tokens, columns]."""
+        return torch.cat(self._sample) if self._sample else None
+
+    @sample.setter
+    def sample(self, tokens: Tensor | None) -> None:
+        """Let these be the first tokens that it was given."""
+        self._sample = [] if tokens is None else [tokens]
 
     # ---- quantising --------------------------------------------------------------------------------------------------
 
@@ -385,9 +421,10 @@ class WatchedLayer:
         return observer.get_qparams()
 
     def _output(self) -> Tensor | None:
-        if not self._sample or not isinstance(self.module, nn.Linear):
+        sample = self.sample
+        if sample is None or not isinstance(self.module, nn.Linear):
             return None
-        output: Tensor = self.module.forward(torch.cat(self._sample))  # past all hooks
+        output: Tensor = self.module.forward(sample)  # past all hooks
         return output
 
     def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
@@ -455,6 +492,11 @@ class WatchedAttention(WatchedLayer):
     def is_seen_by_its_input(self) -> bool:
         return False
 
+    @property
+    @override
+    def cost(self) -> float:
+        return 1.0
+
     @override
     def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
         """There is none."""
@@ -521,4 +563,4 @@ def _squares(shown: Shown) -> tuple[Tensor, int]:
 def _sample(shown: Shown) -> Tensor:
     value, mask = shown.value, shown.mask
     tokens = value.reshape(-1, value.shape[-1]) if mask is None else value[mask.bool()]
-    return tokens[:_SAMPLE_TOKENS].clone()
+    return tokens[:SAMPLE_TOKENS].clone()

@@ -14,6 +14,7 @@ A few values that are far from all others would leave one bin for the rest, so b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ class Seen:
             num_tokens = len(chosen) if shown.mask is None else int(shown.mask.reshape(-1).bool()[chosen].sum())
         self.num_tokens += num_tokens
         self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def told(self) -> list[float]:
+        """What other ranks must know of it."""
+        return [self.num_tokens, self.low, self.high]
+
+    def heard(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Take over what all ranks have `told`."""
+        self.num_tokens = int(sum(each[0] for each in everyone))
+        self.low, self.high = min(each[1] for each in everyone), max(each[2] for each in everyone)
 
 
 def weight_picture(weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> Picture | None:

@@ -144,7 +144,7 @@ class ImportanceObserver(SearchObserver):
         count = int(self._imatrix_count)
         if self._imatrix_sum is None or (count == 0 and not bool((self._imatrix_sum != 0).any())):
             return None
-        return self._imatrix_sum / max(1, count)
+        return self._imatrix_sum.float() / max(1, count)
 
     @override
     def importance_for(self, observed: Tensor) -> Tensor | None:
@@ -165,6 +165,11 @@ class ImportanceObserver(SearchObserver):
     @override
     def notes(self) -> list[str]:
         return [*super().notes(), *([] if self.fallback is None else [self.fallback])]
+
+
+def empty_sum(columns: int, device: torch.device) -> Tensor:
+    """Where the squares of many batches are added up, in float64: in fp32, neither their order nor ranks show then."""
+    return torch.zeros(columns, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ what to leave out (`_synced`). So syncs may be repeated, and groups may grow fro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -81,15 +81,20 @@ def _combine(rule: Rule, mine: Tensor, theirs: Tensor, my_weight: int, their_wei
     return torch.minimum(mine, theirs) if rule == "min" else torch.maximum(mine, theirs)
 
 
-def sync_statistics(observers: Sequence[Observer], group: dist.ProcessGroup | None = None) -> None:
+def sync_statistics(
+    observers: Sequence[Observer],
+    group: dist.ProcessGroup | None = None,
+    *,
+    wait: Callable[[dist.Work], object] = lambda work: work.wait(),
+) -> None:
     """Leave all ranks with equal statistics: those of one observer that saw what all of them saw.
 
     Every rank of `group` calls this with the same observers in the same order, whether it has seen anything or not.
-    Does nothing without a process group, or alone in one.
+    Does nothing without a process group, or alone in one. `wait` waits for a collective; it may give up by an error.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    exchange = _Exchange(group, _collective_device(group))
+    exchange = _Exchange(group, collective_device(group), wait)
     exchange.check_same_observers(observers)
     if not observers:
         return
@@ -201,12 +206,13 @@ class _Exchange:
 
     group: dist.ProcessGroup | None
     device: torch.device
+    wait: Callable[[dist.Work], object]
 
     def gather(self, mine: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """The same list of whole numbers from every rank, stacked in rank order, on the CPU."""
         sent = torch.tensor(mine, dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyone, sent, group=self.group)
+        self.wait(dist.all_gather(everyone, sent, group=self.group, async_op=True))
         return torch.stack(everyone).cpu()
 
     def all_true(self, mine: Sequence[bool]) -> list[bool]:
@@ -246,7 +252,7 @@ class _Exchange:
                 continue
             pieces = [slot.contribution() for slot in members]
             whole = torch.cat(pieces).to(self.device)
-            dist.all_reduce(whole, op=operation, group=self.group)
+            self.wait(dist.all_reduce(whole, op=operation, group=self.group, async_op=True))
             for slot, piece in zip(members, torch.split(whole.cpu(), [len(piece) for piece in pieces]), strict=True):
                 slot.receive(piece)
 
@@ -291,7 +297,7 @@ def _is_unchanged(observer: Observer, merged: dict[str, Tensor]) -> bool:
     return all(torch.equal(old.float(), new.float()) for old, new in zip(before, after, strict=True))
 
 
-def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors must be for the group's backend: the CPU for gloo and mpi, this rank's accelerator for others."""
     backend = str(dist.get_backend(group))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
