@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs-tables bench bench-accuracy vllm clean
+.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy vllm clean
 
 setup: $(VENV)/.installed
 
@@ -34,10 +34,16 @@ types: setup
 	$(BIN)/mypy
 
 demo: setup
-	$(BIN)/python examples/quantize_model.py
+	$(BIN)/python examples/demo.py
 
+# The site, in site/: open site/index.html. A dead link, or a page that is in no menu, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Everything in docs/ and README.md that is made by a program.
 docs-tables: setup
 	$(BIN)/python tools/write_docs_tables.py
+	$(BIN)/python tools/draw_pictures.py
 
 # Parts of it: `make bench BENCH_ARGS="--only optimal --quick"`.
 bench: setup $(PEER)/.installed
@@ -67,4 +73,4 @@ $(VLLM)/.installed:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build site
