@@ -90,7 +90,7 @@ class Picture:
 
 def flow() -> Picture:
     """From a model to a checkpoint."""
-    p = Picture("From a model, a recipe and text to a checkpoint", 880, 340)
+    p = Picture("From a model, a recipe and text to a checkpoint", 880, 332)
     p.card(20, 24, 170, ["model", "a folder, a hub name,", "or an object in memory"])
     p.card(20, 130, 170, ["recipe", "a scheme's name, YAML,", "JSON or objects"])
     p.card(20, 236, 170, ["text", "files, datasets, tokens;", "only where it is needed"])
@@ -154,37 +154,35 @@ def found(name: str, args: QuantizationArgs, weight: Tensor) -> tuple[dict[str, 
     return qparams, fake_quantize(weight, args=args, **qparams)
 
 
-def group_with_an_outlier(weight: Tensor) -> tuple[int, Tensor]:
-    """A row, and the first group of it whose largest weight stands farthest above its others."""
-    groups = weight[:, :GROUP]
-    row = int((groups.abs().amax(1) / groups.square().mean(1).sqrt()).argmax())
+def group_that_gains(weight: Tensor, args: QuantizationArgs) -> tuple[int, Tensor]:
+    """The row whose first group gains most by the search, and that group."""
+    groups = weight[:, :GROUP].contiguous()
+    before, after = (
+        (found(name, args, groups)[1] - groups).square().sum(1) for name in ("memoryless_minmax", "optimal")
+    )
+    row = int((after / before).argmin())
     return row, groups[row : row + 1]
 
 
 def scales() -> Picture:
     """One group of real weights on two grids: min-max's and the best."""
     args = QuantizationArgs(num_bits=3, strategy="group", group_size=GROUP)
-    row, group = group_with_an_outlier(real_weight())
-    reach = float(group.abs().max()) * 1.1
-    p = Picture("The same 32 weights on the grid of min-max, and on the grid that loses least", 820, 300)
+    row, group = group_that_gains(real_weight(), args)
+    reach = float(group.abs().max()) * 1.3
+    p = Picture("The same 32 weights on the grid of min-max, and on the grid that loses least", 820, 312)
 
     def at(value: float) -> float:
-        return 420 + value / reach * 370
+        return 410 + value / reach * 390
 
     p.text(
-        20,
-        30,
-        f"32 weights of the demo model ({LAYER.removesuffix('.weight')}, row {row}), one of them large, in 3 bits",
-        "bold",
-        size=14,
+        20, 30, f"32 weights of the demo model ({LAYER.removesuffix('.weight')}, row {row}) in 3 bits", "bold", size=14
     )
     for place, (name, kind) in enumerate((("memoryless_minmax", "b"), ("optimal", "a"))):
-        y = 110 + 110 * place
+        y = 94 + 118 * place
         qparams, restored = found(name, args, group)
-        scale = float(qparams["scale"])
-        error = float((restored - group).square().sum())
-        p.text(20, y - 38, "min-max" if place == 0 else "optimal", f"bold {kind}")
-        p.text(100, y - 38, f"scale {scale:.4f}, squared error {error:.5f}", "faint")
+        scale, error = float(qparams["scale"]), float((restored - group).square().sum())
+        p.text(20, y - 26, "min-max" if place == 0 else "optimal", f"bold {kind}")
+        p.text(100, y - 26, f"scale {scale:.4f}, squared error {error:.4f}", "faint")
         for code in range(-4, 4):
             x = at(code * scale)
             p.path(f"M{x:.1f} {y - 6} L {x:.1f} {y + 34}")
@@ -194,10 +192,12 @@ def scales() -> Picture:
             p.dot(at(value), y + 2, kind)
             p.dot(at(kept), y + 28, kind, radius=2.2)
     p.text(
-        20,
-        290,
-        "Above: the weights. Below: the numbers that are read back. A smaller step clips the ends, and loses less.",
-        "faint",
+        *(
+            20,
+            298,
+            "Above: the weights. Below: what is read back. A smaller step clips the ends, and loses less.",
+            "faint",
+        ),
         size=12,
     )
     return p
