@@ -91,7 +91,7 @@ def fit(
     """Take the steps; now and then say how far it has come, and save."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=3e-3, total_steps=steps, pct_start=min(0.1, 50 / steps), anneal_strategy="cos"
+        optimizer, max_lr=3e-3, total_steps=steps, pct_start=max(2 / steps, min(0.1, 50 / steps)), anneal_strategy="cos"
     )
     generator = torch.Generator().manual_seed(1)
     began, losses = time.monotonic(), []

@@ -95,16 +95,24 @@ def blocks(page: str, *languages: str) -> list[str]:
     return [fence["code"] for fence in FENCE.finditer(page) if fence["language"].strip() in languages]
 
 
+def check_yaml_blocks(page: str) -> int:
+    """Read the recipes of a page, and return how many there are; a task of lm-eval begins with `task:`."""
+    recipes = [block for block in blocks(page, "yaml") if not block.startswith("task:")]
+    for block in recipes:
+        Recipe.of(block)
+    return len(recipes)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_every_yaml_block_is_a_recipe(path: Path) -> None:
-    for block in blocks(path.read_text(encoding="utf-8"), "yaml"):
-        assert Recipe.of(block).modifiers, block
+    num_recipes = check_yaml_blocks(path.read_text(encoding="utf-8"))
+    assert num_recipes > 10 or path.name != "recipes.md"
 
 
 def test_a_yaml_block_that_is_no_recipe_is_found() -> None:
-    assert len(blocks((ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), "yaml")) > 10
-    with pytest.raises(ScalewrightError):
-        Recipe.of(blocks("```yaml\nmodifiers: {QuantizationModifier: {shceme: W4A16}}\n```\n", "yaml")[0])
+    for wrong in ("modifiers: {QuantizationModifier: {shceme: W4A16}}", "modifeirs: {}"):
+        with pytest.raises(ScalewrightError):
+            check_yaml_blocks(f"```yaml\n{wrong}\n```\n")
 
 
 def command_lines(page: str) -> Iterator[list[str]]:
