@@ -1,4 +1,4 @@
-"""A small trained model from start to finish: quantised, written, read back by transformers, and measured.
+"""A small trained model from start to finish: quantised, written, read back, measured, and shown on a page.
 
     python examples/demo.py [--scheme W4A16] [--out build/demo] [--model FOLDER --calibration FILE --held-out FILE]
 
@@ -14,21 +14,22 @@ import logging
 import time
 from pathlib import Path
 
-from comparing import Comparison, compare, load, log_probs, rows_of
 from python_text import END, calibration_texts, held_out_texts
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from scalewright import Result, oneshot
+from scalewright import Result, evaluate, oneshot
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import layers_table
+from scalewright.evaluation import Evaluation
+from scalewright.report.page import write_report
 
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo_model"
 QUALITIES = ("fast", "balanced", "best")
-NUM_SAMPLES, NUM_ROWS, LENGTH = 32, 40, 256
+NUM_SAMPLES, NUM_ROWS, LENGTH = 32, 32, 256
 
 
 def main() -> None:
@@ -45,19 +46,15 @@ def main() -> None:
     if options.model != DEMO_MODEL and not (options.calibration and options.held_out):
         parser.error("--model: another model wants other texts. Give --calibration and --held-out, too.")
     logging.disable(logging.WARNING)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if Console().is_terminal else 100)
     began = time.monotonic()
 
     calibration = calibration_texts() if options.calibration is None else read(options.calibration)
     judged = held_out_texts() if options.held_out is None else read(options.held_out)
-    rows = rows_of(judged, options.model, length=LENGTH, most=options.rows)
-    before = log_probs(load(options.model), rows)
     console.print(f"[bold]the model[/]  {describe(options.model)}")
-    console.print(
-        f"[bold]the texts[/]  {len(calibration)} to calibrate with; {rows.numel():,} tokens of others to judge by"
-    )
+    console.print(f"[bold]the texts[/]  {len(calibration)} to calibrate with, {len(judged)} others to judge by")
 
-    runs: dict[str, tuple[Result, Comparison]] = {}
+    runs: dict[str, tuple[Result, Evaluation]] = {}
     for quality in QUALITIES:
         folder = options.out / f"{options.scheme}-{quality}"
         with progress_shown(quiet=not console.is_terminal) as on_step:
@@ -73,14 +70,29 @@ def main() -> None:
                 restart=True,
                 on_step=on_step,
             )
-        runs[quality] = result, compare(before, log_probs(load(folder), rows), rows)
+        runs[quality] = (
+            result,
+            evaluate(
+                folder,
+                against=options.model,
+                dataset=judged,
+                num_samples=options.rows,
+                max_seq_length=LENGTH,
+                pack=True,
+                generate=quality == "best",
+            ),
+        )
 
-    best = runs["best"][0]
+    best, measured = runs["best"]
+    report = write_report(best.output_dir, seconds=best.seconds, evaluation=measured.to_dict())
     console.print(layers_table(best.to_dict()["layers"]))
     for note in dict.fromkeys(note for result, _ in runs.values() for note in result.notes):
         console.print(f"[yellow]note[/] {escape(note)}")
     console.print(qualities_table(options.scheme, runs, size_of(options.model)))
+    said = "it babbles" if measured.babbles else "it writes as the original does"
+    console.print(f"[bold]in its own words[/]  200 tokens after each of some beginnings: {said}")
     console.print("[bold]where to look[/]")
+    console.print(f"  {escape(str(shortest(report)))}  the report: open it in a browser")
     for quality, (result, _) in runs.items():
         console.print(
             f"  {escape(str(shortest(result.output_dir)))}  the checkpoint, {quality}: transformers and vLLM load it"
@@ -90,20 +102,20 @@ def main() -> None:
     console.print(f"done in {time.monotonic() - began:.0f} s")
 
 
-def qualities_table(scheme: str, runs: dict[str, tuple[Result, Comparison]], size_before: int) -> Table:
+def qualities_table(scheme: str, runs: dict[str, tuple[Result, Evaluation]], size_before: int) -> Table:
     """What each quality has lost, and how long it took."""
     table = Table(title=f"{scheme} in three qualities", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("quality")
     for name in ("perplexity", "KL to the original", "same first choice", "size", "seconds"):
         table.add_column(name, justify="right")
     first = next(iter(runs.values()))[1]
-    table.add_row("as it was", f"{first.perplexity_before:.3f}", "", "", f"{size_before / 1e6:.2f} MB", "")
+    table.add_row("as it was", f"{first.original_perplexity.value:.3f}", "", "", f"{size_before / 1e6:.2f} MB", "")
     for quality, (result, found) in runs.items():
         table.add_row(
             quality,
-            f"{found.perplexity:.3f}",
-            f"{found.kl:.4f}",
-            f"{found.top1:.1%}",
+            f"{found.perplexity.value:.3f}",
+            f"{found.kl.value:.4f} ± {found.kl.error:.4f}",
+            f"{found.agreement.value:.1%}",
             f"{size_of(result.output_dir) / 1e6:.2f} MB",
             f"{sum(result.seconds.values()):.1f}",
         )

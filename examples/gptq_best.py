@@ -8,20 +8,19 @@
 import logging
 from pathlib import Path
 
-from comparing import compare, load, log_probs, rows_of
 from python_text import calibration_texts, held_out_texts
 
-from scalewright import oneshot
+from scalewright import evaluate, oneshot
 from scalewright.quality import recipe_for
 
 MODEL = Path(__file__).parent / "demo_model"
 logging.disable(logging.WARNING)
 
-rows = rows_of(held_out_texts(), MODEL, length=128, most=16)
-before = log_probs(load(MODEL), rows)
+judged = {"dataset": held_out_texts(), "num_samples": 16, "max_seq_length": 128, "generate": False}
 recipe = recipe_for("best", "W4A16", group_size=32)
 print(recipe.to_yaml())
 
 for name, asked in {"fast": recipe_for("fast", "W4A16", group_size=32), "best": recipe}.items():
     result = oneshot(MODEL, recipe=asked, dataset=calibration_texts(), num_calibration_samples=20, max_seq_length=128)
-    print(f"{name}: {compare(before, log_probs(result.model, rows), rows)}")
+    found = evaluate(result.model, against=MODEL, tokenizer=MODEL, **judged)
+    print(f"{name}: KL {found.kl.value:.4f} ± {found.kl.error:.4f}, perplexity {found.perplexity.value:.2f}")

@@ -6,10 +6,9 @@ python examples/one_call.py
 import tempfile
 from pathlib import Path
 
-from comparing import compare, load, log_probs, rows_of
 from python_text import calibration_texts, held_out_texts
 
-from scalewright import oneshot
+from scalewright import evaluate, oneshot
 
 MODEL = Path(__file__).parent / "demo_model"  # or a name on the hub
 
@@ -22,11 +21,13 @@ with tempfile.TemporaryDirectory() as folder:
         max_seq_length=128,
         output_dir=Path(folder) / "W4A16",
     )
-    rows = rows_of(held_out_texts(), MODEL, length=128, most=8)
-    found = compare(log_probs(load(MODEL), rows), log_probs(load(result.output_dir), rows), rows)
+    found = evaluate(
+        result.output_dir, against=MODEL, dataset=held_out_texts(), num_samples=8, max_seq_length=128, generate=False
+    )
 
 print(f"pipeline: {result.pipeline} ({result.why})")
 print(f"layers:   {len(result.layers)}, from {result.layers[0].name} to {result.layers[-1].name}")
 print(f"worst:    {min(result.layers, key=lambda layer: layer.weight_db).name}")
 print(f"notes:    {result.notes or 'none'}")
-print(f"result:   {found}")
+before, after = found.original_perplexity.value, found.perplexity.value
+print(f"result:   perplexity {before:.2f} -> {after:.2f}, KL {found.kl.value:.4f}")
