@@ -38,7 +38,7 @@ demo: setup
 
 # The site, in site/: open site/index.html. A dead link, or a page that is in no menu, is an error.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Everything in docs/ and README.md that is made by a program.
 docs-tables: setup
