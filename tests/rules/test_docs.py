@@ -116,11 +116,11 @@ def test_a_yaml_block_that_is_no_recipe_is_found() -> None:
 
 
 def command_lines(page: str) -> Iterator[list[str]]:
-    """The words of each line of a shell block; a line that ends in a backslash goes on in the next."""
+    """The words of each line of a shell block, brackets left out; one that ends in a backslash goes on in the next."""
     for block in blocks(page, "", "sh"):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"[\w./-]+=?", line):
-                yield shlex.split(line.replace("…", " "), comments=True)
+                yield shlex.split(re.sub(r"[\[\]…]", " ", line), comments=True)
 
 
 def wrong_commands(page: str) -> list[str]:
