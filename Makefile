@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs-tables bench bench-accuracy bench-ranks vllm clean
+.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy bench-memory bench-ranks vllm clean
 
 setup: $(VENV)/.installed
 
@@ -34,10 +34,16 @@ types: setup
 	$(BIN)/mypy
 
 demo: setup
-	$(BIN)/python examples/quantize_model.py
+	$(BIN)/python examples/demo.py
 
+# The site, in site/: open site/index.html. A dead link, or a page that is in no menu, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Everything in docs/ and README.md that is made by a program.
 docs-tables: setup
 	$(BIN)/python tools/write_docs_tables.py
+	$(BIN)/python tools/draw_pictures.py
 
 # Parts of it: `make bench BENCH_ARGS="--only optimal --quick"`.
 bench: setup $(PEER)/.installed
@@ -50,6 +56,10 @@ bench-accuracy: setup $(PEER)/.installed
 # Two ranks of one thread beside one: `make bench-ranks RANKS_ARGS="--only GPTQ"`.
 bench-ranks: setup
 	$(BIN)/python -m bench.ranks $(RANKS_ARGS)
+
+# Peaks of memory of runs from disk; models of up to 4 GB are written for a while.
+bench-memory: setup $(PEER)/.installed
+	$(BIN)/python -m bench.memory --peer $(PEER)/bin/python $(MEMORY_ARGS)
 
 $(PEER)/.installed: constraints.txt
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
@@ -71,4 +81,4 @@ $(VLLM)/.installed:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build site

@@ -1,19 +1,30 @@
-"""The docs are true: their Python runs, their generated tables are up to date, their links lead somewhere."""
+"""The docs are true: their Python runs, their recipes are read, their commands exist, their links lead somewhere.
+
+What is generated in them is up to date, and the site can be built.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-from collections.abc import Callable
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
+from scalewright import Recipe, ScalewrightError
+from scalewright.cli import app
 from scalewright.observers import Observer
-from scalewright.observers.catalog import observers_markdown, registered_observers
+from scalewright.observers.catalog import registered_observers
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
@@ -56,13 +67,14 @@ def run_page(page: str, name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_every_python_block_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # pages are read from the root of the repository
     monkeypatch.chdir(tmp_path)
     run_page(path.read_text(encoding="utf-8"), str(path))
-    assert list(tmp_path.iterdir()) == [], "a page left files behind"
+    assert [each.name for each in tmp_path.iterdir()] == ["examples"], "a page left files behind"
 
 
 def test_the_pages_that_teach_by_code_have_code() -> None:
-    for name in ("README.md", "docs/observers.md", "docs/extending.md"):
+    for name in ("README.md", *(f"docs/{each}.md" for each in ("quickstart", "concepts", "observers", "extending"))):
         assert python_blocks((ROOT / name).read_text(encoding="utf-8")), name
 
 
@@ -76,22 +88,139 @@ def test_blocks_share_a_namespace_and_fail_loudly() -> None:
             run_page(excused, "page.md")
 
 
-def test_the_table_of_observers_is_true() -> None:
-    page = (ROOT / "docs" / "observers.md").read_text(encoding="utf-8")
-    generated = page.split("<!-- begin: generated -->")[1].split("<!-- end: generated -->")[0]
-    assert generated.strip() == observers_markdown().strip(), "run `make docs-tables`"
+# ---- recipes and commands --------------------------------------------------------------------------------------
 
 
-def load_with_generated_part() -> Callable[[str, str], str]:
-    spec = importlib.util.spec_from_file_location("write_docs_tables", ROOT / "tools" / "write_docs_tables.py")
+def blocks(page: str, *languages: str) -> list[str]:
+    return [fence["code"] for fence in FENCE.finditer(page) if fence["language"].strip() in languages]
+
+
+def check_yaml_blocks(page: str) -> int:
+    """Read the recipes of a page, and return how many there are; a task of lm-eval begins with `task:`."""
+    recipes = [block for block in blocks(page, "yaml") if not block.startswith("task:")]
+    for block in recipes:
+        Recipe.of(block)
+    return len(recipes)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_every_yaml_block_is_a_recipe(path: Path) -> None:
+    num_recipes = check_yaml_blocks(path.read_text(encoding="utf-8"))
+    assert num_recipes > 10 or path.name != "recipes.md"
+
+
+def test_a_yaml_block_that_is_no_recipe_is_found() -> None:
+    for wrong in ("modifiers: {QuantizationModifier: {shceme: W4A16}}", "modifeirs: {}"):
+        with pytest.raises(ScalewrightError):
+            check_yaml_blocks(f"```yaml\n{wrong}\n```\n")
+
+
+def command_lines(page: str) -> Iterator[list[str]]:
+    """The words of each line of a shell block, brackets left out; one that ends in a backslash goes on in the next."""
+    for block in blocks(page, "", "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"[\w./-]+=?", line):
+                yield shlex.split(re.sub(r"[\[\]…]", " ", line), comments=True)
+
+
+def wrong_commands(page: str) -> list[str]:
+    """Lines whose scalewright command, make target or script does not exist, or does not take these options."""
+    wrong = []
+    targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for words in command_lines(page):
+        if words[0] == "scalewright" or "-m scalewright" in " ".join(words):
+            arguments = words[words.index("scalewright") + 1 :]
+            if CliRunner().invoke(app, [*arguments, "--help"]).exit_code != 0:  # options are read before help is shown
+                wrong.append(" ".join(words))
+        elif (words[0] == "make" and words[1:2] and words[1] not in targets) or (
+            words[0] == "python" and words[1].endswith(".py") and not (ROOT / words[1]).is_file()
+        ):
+            wrong.append(" ".join(words))
+    return wrong
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_every_command_exists_and_takes_its_options(path: Path) -> None:
+    assert wrong_commands(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_wrong_command_is_found() -> None:
+    page = (
+        "```sh\nscalewright quantize M --sheme W4A16\nscalewright quantise M\nmake dmeo\npython examples/gone.py\n"
+        "scalewright plan M \\\n  --scheme W4A16  # good\nmake demo\npython -m scalewright plan M --shceme W4A16\n```\n"
+    )
+    wrong = wrong_commands(page)
+    assert [line.split()[:2] for line in wrong[:4]] == [
+        *(["scalewright", "quantize"], ["scalewright", "quantise"], ["make", "dmeo"], ["python", "examples/gone.py"])
+    ]
+    assert len(wrong) == 5
+
+
+def test_the_quickstart_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    typed = [words for words in command_lines(page) if words[0] != "make"]
+    assert [words[:2] for words in typed[:4]] == [
+        *(["python", "examples/python_text.py"], ["python", "examples/python_text.py"]),
+        *(["scalewright", "plan"], ["scalewright", "quantize"]),
+    ]
+    for words in typed:
+        if words[0] == "python":
+            text = subprocess.run([sys.executable, *words[1 : words.index(">")]], capture_output=True, check=True)
+            (tmp_path / words[words.index(">") + 1]).write_bytes(text.stdout)
+        else:
+            assert CliRunner().invoke(app, words[1:]).exit_code == 0, words
+    for folder in ("OUT", "BEST"):
+        assert (tmp_path / folder / "model.safetensors").is_file()
+
+
+# ---- what is generated -----------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.with_generated_part
+    return module
+
+
+@pytest.mark.parametrize("name", tool("write_docs_tables").PAGES)
+def test_a_generated_table_is_true(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    generated = page.split("<!-- begin: generated -->")[1].split("<!-- end: generated -->")[0]
+    assert generated.strip() == tool("write_docs_tables").PAGES[name]().strip(), "run `make docs-tables`"
+
+
+@pytest.mark.parametrize("name", tool("draw_pictures").PICTURES)
+def test_a_picture_is_up_to_date(name: str) -> None:
+    drawn = str(tool("draw_pictures").PICTURES[name]())
+    assert drawn == (ROOT / "docs" / name).read_text(encoding="utf-8"), "run `make docs-tables`"
+    assert re.search(rf"\({name}\)|/{name}\)", "".join(page.read_text(encoding="utf-8") for page in PAGES)), "not shown"
+
+
+def test_the_site_can_be_built(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in ("index.html", "CONTRIBUTING.html", "examples/one_call.py.html"):
+        assert (tmp_path / "site" / page).is_file()
+    home = (tmp_path / "site" / "examples.html").read_text(encoding="utf-8")
+    assert 'href="examples/one_call.py.html"' in home
+    fetched = re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]+)"', home)
+    assert fetched == []  # it works without a network
+
+
+def test_links_that_leave_the_docs_become_links_into_the_site() -> None:
+    turned = tool("docs_site").links_into_the_site
+    assert turned("[a](../examples/demo.py) [b](../CHANGELOG.md#x)") == "[a](examples/demo.py.md) [b](CHANGELOG.md#x)"
+    assert turned("[a](../gone.md) [b](recipes.md)") == "[a](../gone.md) [b](recipes.md)"
 
 
 def test_only_the_generated_part_is_rewritten() -> None:
-    with_generated_part = load_with_generated_part()
+    with_generated_part = tool("write_docs_tables").with_generated_part
     page = "before\n<!-- begin: generated -->\nold\n<!-- end: generated -->\nafter\n"
     once = with_generated_part(page, "| new |\n")
     assert once == "before\n<!-- begin: generated -->\n\n| new |\n\n<!-- end: generated -->\nafter\n"
