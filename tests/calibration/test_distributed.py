@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from scalewright.calibration.distributed import Ranks
+from scalewright.calibration.distributed import Ranks, Share
 from scalewright.modifiers.layers import WatchedLayer
 
 COUNTS = st.integers(1, 9)
@@ -40,23 +40,25 @@ def test_rounds_have_all_groups_once_and_each_rank_sees_the_same(sizes, count):
     groups = layers(sizes)
     rounds = [list(Ranks(rank, count).rounds(groups)) for rank in range(count)]
     assert all(each == rounds[0] for each in rounds)
-    assert [group for some in rounds[0] for _, group in some] == groups
-    assert {owner for some in rounds[0] for owner, _ in some} <= set(range(count))
+    assert [share.layers for some in rounds[0] for share in some] == groups
+    assert {share.owner for some in rounds[0] for share in some} <= set(range(count))
 
 
 def test_much_work_is_shared_out_evenly_in_rounds_that_are_not_all_of_it():
     rounds = list(Ranks(0, 3).rounds(layers([64, 64, 16, 48, 32, 80] * 30)))
     assert len(rounds) > 5
-    loads = [sum(group[0].cost for owner, group in some if owner == rank) for rank in range(3) for some in rounds[:-1]]
+    loads = [
+        sum(share.layers[0].cost for share in some if share.owner == rank) for rank in range(3) for some in rounds[:-1]
+    ]
     assert max(loads) < 1.2 * min(loads)
 
 
 def test_who_is_alone_does_all_and_waits_for_nobody():
     ranks, groups = Ranks(), layers([8, 8])
     assert ranks.share_of([3, 4, 5]) == slice(0, 3)
-    assert list(ranks.rounds(groups)) == [[(0, groups[0])], [(0, groups[1])]]
+    assert list(ranks.rounds(groups)) == [[Share(0, groups[0])], [Share(0, groups[1])]]
     ranks.meet()
-    ranks.merge([(0, groups[0])])
+    ranks.merge([Share(0, groups[0])])
     ranks.check_same({"data": "1"})
     assert ranks.gather({"a": 1}) == [{"a": 1}]
     assert ranks.told_by(0, lambda: 3) == 3

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from scalewright.calibration.lockstep import Place
 from scalewright.errors import RankError, ScalewrightError
 from scalewright.modifiers.gptq_layer import GPTQLayer, Hessian
 from scalewright.modifiers.layers import SAMPLE_TOKENS, QuantizedLayer, WatchedLayer
-from scalewright.observers import Observer, sync_statistics
+from scalewright.observers import Observer, QParamsDict, sync_statistics
 from scalewright.observers.merging import collective_device
 
 if TYPE_CHECKING:
@@ -46,8 +46,13 @@ _OBSERVERS = 128  # whose statistics are merged at a time: histograms are half a
 _ROWS = 512  # of a Hessian that travel at a time
 _PLACE = 4  # numbers that say where a forward pass waits, at most
 
-Share = tuple[int, list[WatchedLayer]]
-"""The rank that quantises some layers, and the layers."""
+
+class Share(NamedTuple):
+    """Layers, and the rank that quantises them; `by_rows` if the others help it to round them."""
+
+    owner: int
+    layers: list[WatchedLayer]
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,10 +100,11 @@ class Ranks:
         """Groups of layers in rounds, each with the rank that quantises it.
 
         A round is so much work that all ranks are done at about the same time. Between rounds they exchange what they
-        have, so nobody keeps much, and little is lost when a run is stopped.
+        have, so nobody keeps much, and little is lost when a run is stopped. Where there are fewer groups than ranks,
+        those who have nothing to do help to round rows.
         """
         if self.count == 1:
-            yield from ([(0, group)] for group in groups)
+            yield from ([Share(0, group)] for group in groups)
             return
         costs = [sum(layer.cost for layer in group) for group in groups]
         enough = _ROUND * self.count * max(costs, default=0.0)
@@ -107,7 +113,8 @@ class Ranks:
             some.append(number)
             if sum(costs[each] for each in some) >= enough or number == len(groups) - 1:
                 owners = _shared_out([costs[each] for each in some], self.count)
-                yield [(owner, groups[each]) for owner, each in zip(owners, some, strict=True)]
+                by_rows = len(some) < self.count
+                yield [Share(owner, groups[each], by_rows) for owner, each in zip(owners, some, strict=True)]
                 some = []
 
     # ---- saying and hearing ------------------------------------------------------------------------------------------
@@ -172,17 +179,52 @@ class Ranks:
         """Make what ranks have seen of layers one, for those that quantise them."""
         if self.count == 1:
             return
-        layers = [layer for _, group in shares for layer in group]
-        owners = [owner for owner, group in shares for _ in group]
+        layers = [layer for share in shares for layer in share.layers]
+        owners = [share.owner for share in shares for _ in share.layers]
         self.sync([each for layer in layers for each in layer.observers_to_merge()])
         everyone = self.gather([layer.told() for layer in layers])
         for number, layer in enumerate(layers):
             layer.heard([told[number] for told in everyone])
         self._merge_samples(layers, owners, everyone)
-        by_inputs = [
-            (layer, owner) for layer, owner in zip(layers, owners, strict=True) if isinstance(layer, GPTQLayer)
-        ]
-        self._merge_hessians(by_inputs)
+        self._merge_hessians(
+            [
+                (layer, [*range(self.count)] if share.by_rows else [share.owner])
+                for share in shares
+                for layer in share.layers
+                if isinstance(layer, GPTQLayer)
+            ]
+        )
+
+    @contextmanager
+    def helped(self, share: Share, layer: WatchedLayer) -> Iterator[None]:
+        """While its owner finishes a layer inside, the other ranks, which call `help`, round rows of it."""
+        if not (share.by_rows and isinstance(layer, GPTQLayer)):
+            yield
+            return
+        is_asked = []
+
+        def rounded(qparams: QParamsDict) -> tuple[Tensor, Tensor]:
+            is_asked.append(True)
+            given = {name: each for name, each in qparams.items() if isinstance(each, Tensor)}
+            self.sent(self.rank, lambda: (given, {"is_asked": True}))
+            return self._rounded_by_all(layer, qparams)
+
+        layer.shared_rounding = rounded
+        yield
+        layer.shared_rounding = None
+        if not is_asked:
+            self.sent(self.rank, lambda: ({}, {"is_asked": False}))
+
+    def help(self, share: Share) -> None:
+        """Round rows of layers that another rank owns, if it wants help."""
+        for layer in share.layers:
+            if not (share.by_rows and isinstance(layer, GPTQLayer)):
+                continue
+            layer.target  # noqa: B018  (so that it, and the Hessian's factor, is there when the owner asks)
+            given, asked = self.sent(share.owner, lambda: ({}, {}))
+            if asked["is_asked"]:
+                point, over_all = given["zero_point"], given.get("global_scale")
+                self._rounded_by_all(layer, {"scale": given["scale"], "zero_point": point, "global_scale": over_all})
 
     def pass_on(self, layer: WatchedLayer, owner: int, finished: QuantizedLayer | None) -> QuantizedLayer:
         """What became of a layer, on all ranks: its owner has finished it, and the others restore it."""
@@ -278,7 +320,23 @@ class Ranks:
             for each, (rows, columns, dtype) in zip(torch.split(whole.cpu(), sizes), kinds, strict=True)
         ]
 
-    def _merge_hessians(self, layers: Sequence[tuple[GPTQLayer, int]]) -> None:
+    def _rounded_by_all(self, layer: GPTQLayer, qparams: QParamsDict) -> tuple[Tensor, Tensor]:
+        """What `round_rows` gives for all rows, of which each rank rounds some."""
+        num_rows, num_columns = layer.weight.shape
+        cuts = [num_rows * rank // self.count for rank in range(self.count + 1)]
+        device = layer.weight.device
+        moved: Any = {name: None if each is None else each.to(device) for name, each in qparams.items()}  # type: ignore[attr-defined]
+        mine = layer.round_rows(moved, slice(cuts[self.rank], cuts[self.rank + 1]))
+        pieces = []
+        for source in range(self.count):
+            rows = cuts[source + 1] - cuts[source]
+            kinds = [(num_columns, rows, "float32"), (len(mine[1]), rows, "float32")]
+            sent = self._broadcast_tensors(source, mine if source == self.rank else [], kinds if rows else [])
+            pieces += [sent] if sent else []
+        rounded_CR, scale_GR = (torch.cat(each, dim=1).to(device) for each in zip(*pieces, strict=True))
+        return rounded_CR, scale_GR
+
+    def _merge_hessians(self, layers: Sequence[tuple[GPTQLayer, list[int]]]) -> None:
         """Add up the Hessians of layers for their owners. Layers that share one on every rank share the sum."""
         if not layers:
             return
@@ -295,7 +353,7 @@ class Ranks:
             seen = [told[numbers[0]][1:] for rank, told in enumerate(everyone) if firsts_R[rank] >= 0]
             if not seen:
                 continue
-            owners = sorted({layers[number][1] for number in numbers})
+            owners = sorted({owner for number in numbers for owner in layers[number][1]})
             local = mine[numbers[0]]
             is_shared = local is not None and sum(other is local for other in mine) > len(numbers)
             layer = layers[numbers[0]][0]
@@ -305,7 +363,7 @@ class Ranks:
             for strip in summed.strips(_ROWS):
                 self._add_up(strip, owners)
             for number in numbers:
-                layers[number][0].inputs = summed if layers[number][1] == self.rank else None
+                layers[number][0].inputs = summed if self.rank in layers[number][1] else None
 
     def _add_up(self, strip: Tensor, owners: Sequence[int]) -> None:
         """Add up a piece of a matrix over all ranks, in place, for those who own it."""

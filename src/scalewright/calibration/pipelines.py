@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from scalewright.calibration.data import size_of
-from scalewright.calibration.distributed import Ranks
+from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import Enough, LockStep, copied
 from scalewright.calibration.scratch import WaitingRoom
 from scalewright.calibration.steps import (
@@ -417,21 +417,24 @@ class Calibration:
                 done |= {layer.name: self._restored(layer, self.journal) for layer in group}
         for shares in self.ranks.rounds([group for group in groups if not self._is_done(group)]):
             self.ranks.merge(shares)
-            for owner, group in shares:
-                if owner == self.ranks.rank:
-                    done |= {each.name: each for each in self._quantised(group)}
-            for owner, group in shares:
-                for layer in group:
+            for share in shares:
+                if share.owner == self.ranks.rank:
+                    done |= {each.name: each for each in self._quantised(share)}
+                else:
+                    self.ranks.help(share)
+            for share in shares:
+                for layer in share.layers:
                     finished = done.get(layer.name)
-                    done[layer.name] = self.ranks.pass_on(layer, owner, finished)
+                    done[layer.name] = self.ranks.pass_on(layer, share.owner, finished)
                     if finished is None or not self.ranks.is_first:
                         self._keep(layer, done[layer.name])
             if layers and not layers[0].keeps_weight:
                 self._give_up()
         return [done[layer.name] for layer in layers]
 
-    def _quantised(self, group: Sequence[WatchedLayer]) -> Iterator[QuantizedLayer]:
+    def _quantised(self, share: Share) -> Iterator[QuantizedLayer]:
         """Quantise layers that share a scale."""
+        group = share.layers
         # Of what observers are shown: another global scale than foreseen would have them search again.
         seen = (layer.target.to(layer.weight.dtype) for layer in (group if len(group) > 1 else []))
         absmax = max((absmax_of(each) for each in seen), default=None)
@@ -439,7 +442,8 @@ class Calibration:
             layer.observe_weight(foreseen_absmax=absmax)
         for layer in group:
             self.on_step("quantising", layer.name, self._num_quantised, len(self.layers))
-            finished = layer.finish()
+            with self.ranks.helped(share, layer):
+                finished = layer.finish()
             if self.ranks.is_first:
                 self._keep(layer, finished)
             yield finished

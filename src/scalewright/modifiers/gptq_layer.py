@@ -26,6 +26,9 @@ _FEW_TOKENS = 32  # from which nothing can be learnt
 _BY_ROW = ("channel", "group", "tensor_group")  # each row has scales of its own
 
 
+SharedRounding = Callable[[QParamsDict], tuple[Tensor, Tensor]]
+
+
 class Hessian:
     """The sum of x xT over the tokens that some layers are shown, all of them the same ones.
 
@@ -112,6 +115,8 @@ class GPTQLayer(WatchedLayer):
         self._num_shown = 0
         self._unquantised: deque[Tensor] = deque()
         self._has_unmatched = False
+        self.shared_rounding: SharedRounding | None = None
+        """Does what `round_rows` does, with others."""
         self._target: Tensor | None = None
         self._failure: str | None = None
 
@@ -244,18 +249,29 @@ class GPTQLayer(WatchedLayer):
                 f"{self.name}: what it would be given by the model as it was is not known, so it does not make up for "
                 "what earlier layers lost."
             )
-        weight_CR = self.target.float().T.contiguous()
+        round_them = self.round_rows if self.shared_rounding is None else self.shared_rounding
+        rounded_CR, scale_GR = round_them(qparams)
+        if strategy_of(args) in _BY_ROW:
+            qparams["scale"] = _stored(scale_GR.T.contiguous(), args, qparams).reshape(qparams["scale"].shape)
+        return rounded_CR.T.contiguous()
+
+    def round_rows(self, qparams: QParamsDict, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Some rows of the weight, rounded, [C, R], and the scales that they were given, [G, R].
+
+        Rows do not know of each other. There must be a Hessian.
+        """
+        found, hessian, args = self._factor(), self._hessian, self.scheme.weights
+        assert found is not None and hessian is not None and args is not None
+        weight_CR = self.target[rows].float().T.contiguous()
         hessian_CC = damped(hessian.matrix, found)
         size = self._rounding.block_size
-        book = codebook(args, qparams, tuple(self.weight.shape))
+        book = codebook(args, qparams, tuple(self.weight.shape)).of_rows(rows)
         rounded_CR = round_columns(weight_CR, found, book, block_size=size)
         for _ in range(self._rounding.refinements):
             if strategy_of(args) in _BY_ROW:
                 rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
             rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
-        if strategy_of(args) in _BY_ROW:
-            qparams["scale"] = _stored(book.scale_GR.T.contiguous(), args, qparams).reshape(qparams["scale"].shape)
-        return rounded_CR.T.contiguous()
+        return rounded_CR, book.scale_GR
 
     def _factor(self) -> Factor | None:
         """The Hessian's factor; None, with `_failure` saying why, if there is none."""

@@ -36,6 +36,13 @@ class Codebook:
     zero_point_GR: Tensor | None
     group_C: list[int]
 
+    def of_rows(self, rows: slice) -> Codebook:
+        """That of some rows alone."""
+        scale_GR, point_GR = self.scale_GR[:, rows].contiguous(), self.zero_point_GR
+        return replace(
+            self, scale_GR=scale_GR, zero_point_GR=None if point_GR is None else point_GR[:, rows].contiguous()
+        )
+
     def rounded(self, column: int, value_R: Tensor) -> Tensor:
         """The nearest that `value_R` can be in a column."""
         group = self.group_C[column]
