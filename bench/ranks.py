@@ -31,7 +31,7 @@ from scalewright.calibration.heartbeats import Watch
 RESULTS = Path(__file__).with_name("results") / "ranks.json"
 WORLDS = (1, 2)
 ROUNDS = 2
-NUM_SAMPLES, LENGTH = 32, 256
+NUM_SAMPLES, LENGTH = 64, 256
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 1024,

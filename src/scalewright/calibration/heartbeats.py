@@ -116,8 +116,9 @@ class Watch:
         self._failure, self.is_ending = self._failure or failure, True
         deadline = time.monotonic() + 3 * self._interval
         while time.monotonic() < deadline and not self._stopped.is_set():
-            others = [word for rank, word in self._words.items() if rank not in self.lost]
-            if self._word.failure is not None and all(word.failure is not None for word in others):
+            others = [self._words.get(rank) for rank in self._heard if rank not in self.lost]
+            have_heard = all(word is not None and word.failure is not None for word in others)
+            if self._word.failure is not None and have_heard:
                 return
             time.sleep(self._interval / 10)
 
@@ -134,7 +135,8 @@ class Watch:
             self.lost.add(0)
         if self._failure is None and now > began + self.timeout:
             # Others may wait for one that waits for the last one.
-            last = min(self._words, key=lambda rank: self._words[rank].meetings, default=0)
+            words = dict(self._words)  # the other thread adds to them
+            last = min(words, key=lambda rank: words[rank].meetings, default=0)
             self._failure = (
                 f"rank {last}: has not come to where the others wait within {self.timeout:g} s. Look what it does "
                 "there, or give it more time with rank_timeout."
@@ -144,18 +146,21 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._look_at_processes()
             try:
                 self._say()
                 self._listen()
+                if self._ended():
+                    self._listen()  # to its last word
             except Exception as error:
                 if self._stopped.is_set():
                     return
+                self._look_at_processes()
                 if self._failure is None:
                     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                     self._failure = _STORE_IS_LOST.format(f"cannot be reached any more ({first})")
                     self.lost.add(0)
                 return
+            self._look_at_processes()
             self._round = time.monotonic()
             self._stopped.wait(self._interval)
 
@@ -183,11 +188,17 @@ class Watch:
         texts = self._store.multi_get([f"{each}" for each in ranks]) if ranks else []
         return {rank: _Word(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
+    def _ended(self) -> list[int]:
+        """Ranks on this machine whose processes have ended, and have not said why."""
+        return [
+            rank
+            for rank, word in self._words.items()
+            if word.node == self._word.node and not (word.has_left or word.failure is not None) and not _is_alive(word)
+        ]
+
     def _look_at_processes(self) -> None:
-        for rank, word in self._words.items():
-            has_said_why = word.has_left or word.failure is not None
-            if word.node == self._word.node and not has_said_why and not _is_alive(word):
-                self._lose(rank, "its process has ended")
+        for rank in self._ended():
+            self._lose(rank, "its process has ended")
 
     def _lose(self, rank: int, why: str) -> None:
         self.lost.add(rank)
