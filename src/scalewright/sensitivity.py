@@ -209,12 +209,13 @@ def candidate_schemes(
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise RecipeError(f"schemes: {twice} is named twice. Name it once.")
+    idle = next((name for name in names if scheme_named(name).weights is None), None)
+    if idle is not None:
+        raise RecipeError(f"schemes: {idle} leaves weights as they are. Name another, or ignore layers.")
     if group_size is not None and not any(map(takes_group_size, names)):
         raise RecipeError(f"group_size: none of {', '.join(names)} has groups of another size. Leave it out.")
     candidates = {}
     for name in names:
-        if scheme_named(name).weights is None:
-            raise RecipeError(f"schemes: {name} leaves weights as they are. Name another, or ignore layers.")
         size = group_size if takes_group_size(name) else None
         recipe = recipe_for("fast" if quality == "fast" else "balanced", name, group_size=size, observer=observer)
         (modifier,) = recipe.modifiers
@@ -274,6 +275,12 @@ def stored_bits(
     module = nn.Linear(columns, rows, bias=False, device="meta", dtype=dtype)
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     tensors = store(dict(get_direct_state_dict(module)), scheme, stored_as, lambda rows, weight: None)
+    point = tensors.get("weight_zero_point")
+    if point is not None and point.dtype == torch.int8 and "weight_packed" in tensors:
+        # compressed-tensors packs them by columns, but not where there are only shapes.
+        assert scheme.weights is not None
+        words = -(-point.shape[0] * int(scheme.weights.num_bits) // 32)
+        tensors["weight_zero_point"] = point.new_empty(words, *point.shape[1:], dtype=torch.int32)
     counted = (each for name, each in tensors.items() if name.startswith("weight") and name != _NOT_COUNTED)
     return sum(8 * each.numel() * each.element_size() for each in counted)
 
