@@ -179,7 +179,7 @@ def test_it_foresees_the_kl_of_a_trained_model():
     real = torch.tensor([kl_of(model, quantised, group.layers, ids) for group in found.groups])
     foreseen = torch.tensor([group.losses["W4A16"] for group in found.groups])
     assert len(real) == 20
-    assert 0.5 < float(foreseen.sum() / real.sum()) < 2
+    assert 0.3 < float(foreseen.sum() / real.sum()) < 1.5
     assert float(torch.corrcoef(torch.stack([foreseen.log(), real.log()]))[0, 1]) > 0.8
 
 

@@ -1,11 +1,13 @@
 """What each layer loses under each of some schemes, measured on data. The model is only looked at.
 
-Near the model as it was, KL(model || quantised) of a text is half the mean of (sum over tokens of g dy)^2: dy is what
-the layer's output is off by, and g is the gradient of log p at that output, for tokens that are drawn from the model's
-own predictions (so this is the true Fisher information, not that of the text). Here each token is squared by itself, as
-if errors of different tokens had nothing to do with each other. That takes one forward and one backward pass, for all
-layers and schemes; then each layer is quantised under each scheme, apart from the model, and shown the inputs that were
-kept.
+Near the model as it was, KL(model || quantised) is half the mean of (g dy)^2 over tokens: dy is what the layer's output
+is off by, and g is the gradient of log p at that output, for tokens that are drawn from the model's own predictions (so
+this is the true Fisher information, not that of the text). Errors of different tokens are taken to have nothing to do
+with each other. That needs one forward and one backward pass, for all layers and schemes; then each layer is quantised
+under each scheme, apart from the model, and shown the inputs that were kept.
+
+Squares would let a few tokens decide, which stand at a cliff: any error pushes them over, so what they lose does not
+add up over layers. Hence the mean of |g dy|^1.5, to the power that makes it a square again.
 
 What it refuses to do: choose anything. That is `budget`'s.
 """
@@ -56,6 +58,7 @@ from scalewright.quality import recipe_for
 _LENGTH = 512  # tokens of a sample at most
 _TOKENS = 16384  # that flow through the model, at the most
 _KEPT = 1024  # of these, about, that each layer keeps
+_POWER = 1.5  # of a token's share: between 2, where few tokens decide, and 1, where the many that lose nothing do
 _NOT_COUNTED = "weight_shape"  # two numbers that loaders could do without
 
 
@@ -67,7 +70,7 @@ class LayerGroup:
     layers: tuple[str, ...]
     num_weights: int
     losses: Mapping[str, float]
-    """KL for each token, in nats, that is to be expected where this group alone has a scheme; by scheme."""
+    """About the KL for each token, in nats, where this group alone has a scheme; by scheme."""
     stored_bits: Mapping[str, int]
     """What the checkpoint stores for its weights, by scheme: codes, scales, zero points and global scales."""
 
@@ -340,7 +343,7 @@ class _Evidence:
     """Inputs of layers, and the gradients of log p at their outputs, for some of the tokens that the model was run on.
 
     A few tokens in a thousand may cost more than all others together, and which those are depends on the layer. So many
-    tokens are run, and each layer keeps those that may matter to it: with a chance that grows with |x|^2 |g|^2.
+    tokens are run, and each layer keeps those that may matter to it: with a chance that grows with |x| |g|.
     """
 
     def __init__(
@@ -431,7 +434,7 @@ class _Evidence:
 
     def _some_tokens(self, x_TI: Tensor, gradients: dict[str, Tensor]) -> _Piece:
         size_T = x_TI.float().square().sum(dim=-1) * sum(each.square().sum(dim=-1) for each in gradients.values())
-        kept, stands_for_T = drawn_tokens(size_T, self._share, self._generator)
+        kept, stands_for_T = drawn_tokens(size_T.pow(_POWER / 2), self._share, self._generator)
         return _Piece(x_TI[kept], {name: each[kept] for name, each in gradients.items()}, stands_for_T)
 
     def _add_squares(self, name: str, x_TI: Tensor) -> None:
@@ -534,11 +537,12 @@ class _Partners(nn.Module):
 def _losses(
     layers: Mapping[str, nn.Linear], candidates: Mapping[str, QuantizationScheme], seen: _Evidence
 ) -> dict[str, float]:
-    """The KL for each token that is to be expected where some layers have a scheme, by scheme."""
+    """About the KL for each token where some layers have a scheme, by scheme."""
     losses = dict.fromkeys(candidates, 0.0)
     for names in _given_one_input(list(layers)):
         for scheme_name, scheme in candidates.items():
             quantised = _quantised({each: layers[each] for each in names}, scheme, seen)
+            total = 0.0
             for piece in seen.pieces_of(names):
                 x_TI = piece.x_TI.float()
                 slope_T = torch.zeros_like(x_TI[:, 0])
@@ -546,8 +550,8 @@ def _losses(
                     bias = None if layers[each].bias is None else layers[each].bias.detach().float()
                     original_TO = nn.functional.linear(x_TI, layers[each].weight.detach().float(), bias)
                     slope_T += ((quantised[each](x_TI) - original_TO) * gradient_TO).sum(dim=-1)
-                total = float((slope_T.double().square() * piece.stands_for_T).sum())
-                losses[scheme_name] += 0.5 * total / seen.num_tokens
+                total += float((slope_T.double().abs().pow(_POWER) * piece.stands_for_T).sum())
+            losses[scheme_name] += 0.5 * (total / seen.num_tokens) ** (2 / _POWER)
     return losses
 
 
