@@ -17,7 +17,7 @@ from scalewright.budget import share_out, solve
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.cli import app
 from scalewright.errors import RecipeError
-from scalewright.sensitivity import LayerGroup, Sensitivity, measure_sensitivity
+from scalewright.sensitivity import LayerGroup, Sensitivity, check_bits, measure_sensitivity
 
 IDS = torch.randint(0, 96, (6, 24), generator=torch.Generator().manual_seed(1))
 SCHEMES = ("W3A16", "W4A16", "W8A16")
@@ -205,11 +205,20 @@ def test_a_budget_is_kept_in_the_files_and_the_recipe_beside_them_gives_the_same
         torch.testing.assert_close(loaded(IDS).logits, quantised(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_other_formats_share_a_checkpoint_and_two_digits_are_enough(model, data, tmp_path):
+def test_two_digits_of_the_least_scheme_are_enough():
+    bits = {"NVFP4": 4.5003, "FP8": 8.0002}
+    assert check_bits(4.5, bits) == 4.5003
+    assert check_bits(4.51, bits) == 4.51 and check_bits(8.0, bits) == 8.0
+    for far in (4.49, 8.01):
+        with pytest.raises(RecipeError):
+            check_bits(far, bits)
+
+
+def test_other_formats_share_a_checkpoint(model, data, tmp_path):
     words = ("quantize", model, "--data", data, "--dtype", "bfloat16", "--schemes", "NVFP4,FP8", "--json")
     least = json.loads(run(*words, "--bits", 4.51, "--out", tmp_path / "least"))
     assert {row["weights"] for row in least["layers"]} == {"fp4, groups of 16, under a global scale"}
-    assert 4.51 < least["bits"] < 4.515  # the global scales of small layers
+    assert 4.5 < least["bits"] < 4.51  # each layer has a global scale
     mixed = json.loads(run(*words, "--bits", 6, "--out", tmp_path / "mixed"))
     assert {row["weights"] for row in mixed["layers"]} == {
         "fp4, groups of 16, under a global scale",
