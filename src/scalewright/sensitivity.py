@@ -7,7 +7,7 @@ with each other. That needs one forward and one backward pass, for all layers an
 under each scheme, apart from the model, and shown the inputs that were kept.
 
 Squares would let a few tokens decide, which stand at a cliff: any error pushes them over, so what they lose does not
-add up over layers. Hence the mean of |g dy|^1.5, to the power that makes it a square again.
+add up over layers. Hence the square of the mean of |g dy|, times pi / 2, which is the same for normal distributions.
 
 What it refuses to do: choose anything. That is `budget`'s.
 """
@@ -58,7 +58,6 @@ from scalewright.quality import recipe_for
 _LENGTH = 512  # tokens of a sample at most
 _TOKENS = 16384  # that flow through the model, at the most
 _KEPT = 1024  # of these, about, that each layer keeps
-_POWER = 1.5  # of a token's share: between 2, where few tokens decide, and 1, where the many that lose nothing do
 _NOT_COUNTED = "weight_shape"  # two numbers that loaders could do without
 
 
@@ -364,7 +363,7 @@ class _Evidence:
         total = sum(_tokens_of(batch) for batch in used)
         self._share = min(1.0, _KEPT / total)
         self._masks = Masks(model, used)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._of_words, self._of_tokens = (torch.Generator().manual_seed(seed) for _ in range(2))
         self.num_tokens = 0
         shown = 0
         with _evaluating(model), _without_cache(model), _without_gradients(model), self._masks.following():
@@ -416,7 +415,7 @@ class _Evidence:
                     "layers lose cannot be measured. Give a language model."
                 )
             log_p_TV = logits_BTV[_counted(batch, logits_BTV)].float().log_softmax(dim=-1)
-            drawn_T = torch.multinomial(log_p_TV.detach().exp().cpu(), 1, generator=self._generator)
+            drawn_T = torch.multinomial(log_p_TV.detach().exp().cpu(), 1, generator=self._of_words)
             log_p = log_p_TV.gather(1, drawn_T.to(log_p_TV.device)).sum()
             gradients = torch.autograd.grad(log_p, [output for *_, output in calls], allow_unused=True)
         self.num_tokens += len(log_p_TV)
@@ -434,7 +433,7 @@ class _Evidence:
 
     def _some_tokens(self, x_TI: Tensor, gradients: dict[str, Tensor]) -> _Piece:
         size_T = x_TI.float().square().sum(dim=-1) * sum(each.square().sum(dim=-1) for each in gradients.values())
-        kept, stands_for_T = drawn_tokens(size_T.pow(_POWER / 2), self._share, self._generator)
+        kept, stands_for_T = drawn_tokens(size_T.sqrt(), self._share, self._of_tokens)
         return _Piece(x_TI[kept], {name: each[kept] for name, each in gradients.items()}, stands_for_T)
 
     def _add_squares(self, name: str, x_TI: Tensor) -> None:
@@ -550,8 +549,8 @@ def _losses(
                     bias = None if layers[each].bias is None else layers[each].bias.detach().float()
                     original_TO = nn.functional.linear(x_TI, layers[each].weight.detach().float(), bias)
                     slope_T += ((quantised[each](x_TI) - original_TO) * gradient_TO).sum(dim=-1)
-                total += float((slope_T.double().abs().pow(_POWER) * piece.stands_for_T).sum())
-            losses[scheme_name] += 0.5 * (total / seen.num_tokens) ** (2 / _POWER)
+                total += float((slope_T.double().abs() * piece.stands_for_T).sum())
+            losses[scheme_name] += math.pi / 4 * (total / seen.num_tokens) ** 2
     return losses
 
 
