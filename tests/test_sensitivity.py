@@ -257,8 +257,8 @@ MISTAKES = [
     ({"quality": "bets"}, "there is no quality 'bets'. Did you mean 'best'? Use fast, balanced, best."),
     (
         {"ignore": ["Linear"]},
-        "no layer of this model is meant. Ignore less. targets Linear: all that they mean is ignored, or belongs to "
-        "other groups.",
+        "no layer of this model is meant. Name linear layers in targets, or ignore less. targets Linear: all that they "
+        "mean is ignored, or belongs to other groups.",
     ),
     (
         {"bits": 4.4},

@@ -29,21 +29,12 @@ from torch import Tensor, nn
 
 from scalewright.calibration.experts import UnfusedExperts
 from scalewright.calibration.loaders import settle_formats
-from scalewright.calibration.pipelines import Calibration, OnStep, _evaluating, _without_cache, silent
+from scalewright.calibration.pipelines import Calibration, OnStep, evaluating, silent, without_cache
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.taps import Masks, first_tensor
-from scalewright.calibration.targets import Target, check_layers, resolve_targets
-from scalewright.checkpoint.loading import (
-    check_device,
-    check_dtype,
-    load_companions,
-    load_model,
-    samples_for,
-    sequence_length,
-)
-from scalewright.errors import DataError, ModelError, RecipeError, StrictError
-from scalewright.importance import experts_apart
+from scalewright.calibration.targets import Target, check_layers, first_of, resolve_targets
+from scalewright.errors import DataError, ModelError, RecipeError
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_named
@@ -51,6 +42,7 @@ from scalewright.modifiers.storing import store
 from scalewright.numerics.layout import strategy_of
 from scalewright.observers import FUSED_LAYER_NAMES
 from scalewright.observers.importance import leave_importance, sum_squares
+from scalewright.preparing import layers_and_data, refuse_if_strict
 from scalewright.quality import recipe_for
 
 # B samples of a batch, T tokens, V entries of the vocabulary, I inputs and O outputs of a layer.
@@ -153,46 +145,54 @@ def measure_sensitivity(
     512. Whether `bits` for each weight can be had with these schemes is said before any data is run.
     """
     candidates = candidate_schemes(schemes, quality=quality, group_size=group_size, observer=observer)
-    check_dtype(dtype)
-    check_device(device)
     if dataset is None:
         raise DataError("what layers lose is measured by running data through the model. Give a dataset.")
-    on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
-    loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
-    on_step("loading", type(loaded).__name__, 1, 1)
-    length = min(sequence_length(loaded, max_seq_length), _LENGTH)
-    options = DataOptions(num_calibration_samples, length, 1, column, pack, split, seed)
-    with experts_apart(loaded) as of_experts:
-        layers, of_targets = _layers_meant(loaded, ignore)
-        notes = [*of_experts, *of_targets]
-        sizes = {name: _checked_sizes(loaded, layers, name, scheme) for name, scheme in candidates.items()}
-        if bits is not None:
-            num_weights = sum(module.weight.numel() for module in layers.values())
-            check_bits(bits, {name: sum(each.values()) / num_weights for name, each in sizes.items()})
-        samples = samples_for(loaded, dataset, options, companions)
-        notes += samples.notes
-        seen = _Evidence(loaded, layers, samples.batches, seed=seed, on_step=on_step)
+    sizes: dict[str, dict[str, int]] = {}
+
+    def find(loaded: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+        layers, notes = _layers_meant(loaded, ignore)
+        sizes.update({name: _checked_sizes(loaded, layers, name, scheme) for name, scheme in candidates.items()})
+        if bits is not None and layers:
+            check_bits(bits, {name: sum(each.values()) / _num_weights(layers) for name, each in sizes.items()})
+        return dict(layers), notes
+
+    groups = []
+    with layers_and_data(
+        model,
+        dataset,
+        find,
+        DataOptions(num_calibration_samples, batch_size=1, column=column, pack=pack, split=split, seed=seed),
+        max_seq_length=_LENGTH if max_seq_length is None else min(max_seq_length, _LENGTH),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        strict=strict,
+        on_step=on_step,
+    ) as ready:
+        layers = {name: each for name, each in ready.layers.items() if isinstance(each, nn.Linear)}
+        notes = ready.notes
+        seen = _Evidence(ready.model, layers, ready.batches, seed=seed, on_step=on_step)
         unseen = [name for name in layers if not seen.has_seen(name)]
         if unseen:
-            more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
-            notes.append(f"{unseen[0]}{more}: no token came to it, so it seems to lose nothing. Add samples.")
-        if strict and notes:
-            raise StrictError(notes[0])
-        groups = []
-        sets = layers_together(loaded, list(layers))
+            notes.append(f"{first_of(unseen)}: no token came to it, so it seems to lose nothing. Add samples.")
+            refuse_if_strict(notes, strict=strict)
+        sets = layers_together(ready.model, list(layers))
         for number, names in enumerate(sets):
-            name = _name_of(names)
+            name, some = _name_of(names), {each: layers[each] for each in names}
             on_step("measuring", name, number, len(sets))
             stored = {scheme: sum(each[layer] for layer in names) for scheme, each in sizes.items()}
-            losses = _losses({each: layers[each] for each in names}, candidates, seen)
-            num_weights = sum(layers[each].weight.numel() for each in names)
-            groups.append(LayerGroup(name, tuple(names), num_weights, losses, stored))
+            losses = _losses(some, candidates, seen)
+            groups.append(LayerGroup(name, tuple(names), _num_weights(some), losses, stored))
             seen.forget(names)
             on_step("measuring", name, number + 1, len(sets))
     ignored = None if ignore is None else tuple(ignore)
     found = (tuple(candidates), tuple(groups), seen.num_tokens, quality, group_size, observer, ignored)
     return Sensitivity(*found, notes=notes)
+
+
+def _num_weights(layers: Mapping[str, nn.Linear]) -> int:
+    return sum(module.weight.numel() for module in layers.values())
 
 
 # ---- schemes ---------------------------------------------------------------------------------------------------------
@@ -295,10 +295,7 @@ def _layers_meant(model: nn.Module, ignore: Sequence[str] | None) -> tuple[dict[
     ignored = list(ignore or [LM_HEAD])
     targets = resolve_targets(model, QuantizationModifier(scheme="W8A16", targets=["Linear"], ignore=ignored))
     notes = [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
-    found = {each.name: each.module for each in targets.layers if isinstance(each.module, nn.Linear)}
-    if not found:
-        raise RecipeError(" ".join(["no layer of this model is meant. Ignore less.", *notes]))
-    return found, notes
+    return {each.name: each.module for each in targets.layers if isinstance(each.module, nn.Linear)}, notes
 
 
 def layers_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
@@ -366,7 +363,7 @@ class _Evidence:
         self._of_words, self._of_tokens = (torch.Generator().manual_seed(seed) for _ in range(2))
         self.num_tokens = 0
         shown = 0
-        with _evaluating(model), _without_cache(model), _without_gradients(model), self._masks.following():
+        with evaluating(model), without_cache(model), _without_gradients(model), self._masks.following():
             for number, batch in enumerate(used):
                 on_step("gathering", f"batch {number + 1} of {len(used)}", shown, total)
                 self._masks.enter(number)
