@@ -94,6 +94,9 @@ class Weights(Protocol):
     def finished(self, layer: WatchedLayer, tensors: Mapping[str, Tensor]) -> None:
         """A layer has been finished, and its tensors are kept."""
 
+    def undone(self, layer: WatchedLayer) -> None:
+        """A layer that was finished and given up is not finished after all."""
+
     def give_up(self) -> None:
         """Nothing is needed in memory for now."""
 
@@ -197,9 +200,11 @@ class Calibration:
         try:
             unseen = self._walk(units[: last + 1], visit)
         except MetAgainError:
-            assert self.journal is not None
+            assert self.journal is not None and self.weights is not None
             self.journal.forget(layer.name for layer in now)
+            self.weights.give_up()
             for layer in (layer for layer in self.layers if layer.name in {each.name for each in done}):
+                self.weights.undone(layer)
                 layer.undo()
             raise
         return done + [layer for unit in (*unseen, *units[last + 1 :]) for layer in self._alone(unit)]

@@ -44,6 +44,10 @@ class Shelf:
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
 
+    def undone(self, layer: WatchedLayer) -> None:
+        """A layer that was finished and given up is not finished after all."""
+        self._away.pop(layer.module, None)
+
     def give_up(self) -> None:
         """Nothing is needed in memory for now."""
         for module, (layer, tensors) in self._here.items():
