@@ -77,6 +77,7 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
         *("### Whole runs", _runs_table(_sound(runs))),
         *("### Accuracy", *_accuracy(_sound(accuracy))),
+        *("### A budget of bits", _budget_table(results.get("budget", {}))),
         *("### vLLM", _vllm_table(results.get("vllm", {}))),
     ]
     return "\n\n".join(parts)
@@ -239,6 +240,20 @@ def best_peers(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     return best
 
 
+def _budget_table(measured: Row) -> str:
+    """What schemes for all layers lose beside those that were chosen; its rows come from `make bench-budget`."""
+    rows = measured.get("rows", [])
+    cases = _in_order((row["weights"], row["case"], row["scheme"]) for row in rows)
+    lines = []
+    for row in sorted(rows, key=lambda row: (cases.index((row["weights"], row["case"], row["scheme"])), row["bits"])):
+        is_chosen = row["contestant"].startswith("chosen")
+        name = f"{row['contestant']}{'~' if row['quick'] else ''}"
+        cells = [row["weights"], row["case"], row["scheme"].replace("A16", ""), f"**{name}**" if is_chosen else name]
+        foreseen = "" if row["foreseen"] is None else _digits(row["foreseen"])
+        lines.append([*cells, f"{row['bits']:.3f}", _digits(row["kl"]), foreseen, f"{row['top1']:.1%}"])
+    return _table(["model", "quality", "schemes", "recipe", "bits", "KL", "foreseen", "top-1"], lines)
+
+
 def _vllm_table(served: Row) -> str:
     """How the checkpoints fare in vLLM; its rows come from `make vllm`."""
     lines = [
@@ -333,7 +348,7 @@ def main() -> int:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         print(f"docs/{PAGE.name}: the markers {BEGIN} and {END} must stand in it once each.", file=sys.stderr)
         return 2
-    generated = markdown({topic: read_results(topic) for topic in (*TOPICS, "vllm")})
+    generated = markdown({topic: read_results(topic) for topic in (*TOPICS, "vllm", "budget")})
     before, after = page.split(BEGIN, maxsplit=1)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}", encoding="utf-8")
     CHART.write_text(accuracy_chart.svg(_sound(read_results("accuracy")["rows"])), encoding="utf-8")

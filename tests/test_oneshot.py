@@ -126,7 +126,9 @@ def test_a_dtype_that_models_are_not_in_is_refused():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
 def test_a_model_object_becomes_the_dtype_that_is_asked_for(dtype):
+    angles = tiny_llama().model.rotary_emb.inv_freq
     result = oneshot(tiny_llama(), scheme="FP8_DYNAMIC", dtype=dtype)
+    assert torch.equal(result.model.model.rotary_emb.inv_freq, angles), "no loader would round them"
     assert {each.dtype for each in result.model.parameters() if each.ndim == 2 and each.shape[1] > 1} == {
         torch.bfloat16
     }

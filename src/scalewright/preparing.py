@@ -51,6 +51,7 @@ def layers_and_data(
     options: DataOptions,
     *,
     max_seq_length: int | None = None,
+    longest: int | None = None,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -58,7 +59,10 @@ def layers_and_data(
     strict: bool = False,
     on_step: OnStep = silent,
 ) -> Iterator[Ready]:
-    """While inside, the model is there, its fused experts are single layers, and data is cut into batches for it."""
+    """While inside, the model is there, its fused experts are single layers, and data is cut into batches for it.
+
+    No sequence is longer than `longest`, whatever was asked for.
+    """
     check_dtype(dtype)
     check_device(device)
     on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
@@ -66,7 +70,8 @@ def layers_and_data(
     companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
     on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(options.seed)
-    options = replace(options, max_seq_length=sequence_length(loaded, max_seq_length))
+    length = sequence_length(loaded, max_seq_length)
+    options = replace(options, max_seq_length=length if longest is None else min(length, longest))
     with _experts_apart(loaded) as of_experts:
         layers, of_layers = find(loaded)
         notes = [*of_experts, *of_layers]

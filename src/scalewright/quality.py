@@ -30,6 +30,7 @@ def recipe_for(
     *,
     group_size: int | None = None,
     observer: str | None = None,
+    targets: Sequence[str] = ("Linear",),
     ignore: Sequence[str] | None = None,
     importance: str | Path | None = None,
     positive_scales: bool = False,
@@ -45,7 +46,7 @@ def recipe_for(
     if importance is not None and quality == "fast":
         raise RecipeError("importance: fast weighs all errors alike. Leave it out, or use balanced.")
     ignored = list(ignore or [LM_HEAD])
-    given: dict[str, Any] = {"targets": ["Linear"], "scheme": scheme, "ignore": ignored}
+    given: dict[str, Any] = {"targets": list(targets), "scheme": scheme, "ignore": ignored}
     given |= {} if group_size is None else {"group_size": group_size}
     given |= {} if observer is None else {"weight_observer": observer}
     modifier = _modifier(quality, scheme_named(scheme), given, positive_scales=positive_scales)

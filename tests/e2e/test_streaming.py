@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from e2e.read_back import log_probs, some_ids
 from scalewright import oneshot
-from scalewright import oneshot as oneshot_function
 from scalewright.calibration.scratch import Scratch, WaitingRoom
 from scalewright.checkpoint.loading import load_model
 from scalewright.checkpoint.mapped import MappedFiles, can_map
@@ -56,6 +56,22 @@ def modifier(name: str, **fields: object) -> dict[str, object]:
 
 
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+GPTQ_ATTENTION = {
+    "GPTQModifier": {"config_groups": {"group_0": {"weights": W4, "targets": ["re:.*layers.0.self_attn.*proj"]}}}
+}
+W8A8_MLP = {"QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*layers.[12].mlp.*proj"]}}
+W8A16_MLP = {"QuantizationModifier": {"scheme": "W8A16", "targets": ["re:.*mlp.*proj"]}}
+W8A8_HEAD = {"QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*lm_head", "re:.*layers.0.mlp.*proj"]}}
+GATHERED_ATTENTION = {
+    "IMatrixGatherer": {"targets": ["re:.*self_attn.*proj"]},
+    "QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*self_attn.*proj"], "weight_observer": "imatrix_mse"},
+}
+
+
+def stages(*given: dict[str, object]) -> dict[str, object]:
+    return {f"part{i}_stage": {f"part{i}_modifiers": each} for i, each in enumerate(given)}
+
+
 STAGES = {
     "first_stage": {"first_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*mlp.*proj"]}}},
     "second_stage": {
@@ -81,6 +97,10 @@ CASES = {
     "gptq": ("shards", {"scheme": "W4A16", "quality": "best", "dataset": IDS}),
     "gptq of experts": ("experts", {"scheme": "W4A16", "quality": "best", "dataset": IDS}),
     "two stages": ("shards", {"recipe": STAGES, "dataset": IDS}),
+    "data-free after gptq": ("shards", {"recipe": stages(GPTQ_ATTENTION, W8A16_MLP), "dataset": IDS}),
+    "static after gptq": ("shards", {"recipe": stages(GPTQ_ATTENTION, W8A8_MLP), "dataset": IDS}),
+    "gathered after static": ("shards", {"recipe": stages(W8A8_HEAD, GATHERED_ATTENTION), "dataset": IDS}),
+    "gptq after a finished head": ("tied", {"recipe": stages(W8A8_HEAD, GPTQ_ATTENTION), "dataset": IDS}),
     "gathered before": ("shards", {"recipe": GATHERED, "dataset": IDS}),
     "kv cache": (
         "tied",
@@ -160,9 +180,10 @@ def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 @pytest.mark.parametrize("case", ["importance", "one after the other", "gptq"])
 def test_what_flows_between_blocks_may_lie_in_a_file(case, models, tmp_path, monkeypatch):
     rooms = []
-    made = oneshot_function.__globals__["WaitingRoom"]
-    monkeypatch.setitem(
-        oneshot_function.__globals__, "WaitingRoom", lambda *args: rooms.append(made(*args)) or rooms[-1]
+    monkeypatch.setattr(
+        importlib.import_module("scalewright.oneshot"),
+        "WaitingRoom",
+        lambda *args: rooms.append(WaitingRoom(*args)) or rooms[-1],
     )
     monkeypatch.setattr("scalewright.calibration.scratch._SMALL", 1)
     kind, given = CASES[case]

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from scalewright.cli import app
 from scalewright.errors import DataError, ModelError, OutputError
 from scalewright.oneshot import oneshot
+from scalewright.report.drawing import as_script
 from scalewright.report.evaluated import Evaluated, Measured
-from scalewright.report.page import as_script, in_bytes, in_seconds, page_of, write_report
+from scalewright.report.page import in_bytes, in_seconds, page_of, write_report
 from scalewright.report.reading import read_folder
 
 

@@ -40,7 +40,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def results(tables: ModuleType) -> dict[str, Any]:
-    return {topic: tables.read_results(topic) for topic in (*tables.TOPICS, "vllm")}
+    return {topic: tables.read_results(topic) for topic in (*tables.TOPICS, "vllm", "budget")}
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------
@@ -96,11 +96,15 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
-    assert lines.count("Not measured.") == 4
+    assert lines.count("Not measured.") == 5
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
     served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
     assert "| as it was | 0.0100 | 0.200 | 75% | 1.5000 | 1.2500 |" in lines
+    chosen = {"weights": "M", "case": "balanced", "scheme": "W3A16/W4A16", "contestant": "chosen, bits of W4A16"}
+    chosen |= {"bits": 4.4987, "kl": 0.0123, "foreseen": 0.00456, "top1": 0.875, "quick": True}
+    lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "budget": {"rows": [chosen]}})
+    assert "| M | balanced | W3/W4 | **chosen, bits of W4A16~** | 4.499 | 0.0123 | 0.00456 | 87.5% |" in lines
 
 
 def test_results_name_no_machine_and_no_place(tables: ModuleType) -> None:

@@ -29,6 +29,8 @@ ORDER = (
     "observing",
     "report",
     "importance",
+    "sensitivity",
+    "budget",
     "oneshot",
     "planning",
     "cli",

@@ -85,6 +85,9 @@ class Keeper(Protocol):
 class Weights(Protocol):
     """Who has the weights of a model that is not in memory: `checkpoint.shelf.Shelf`."""
 
+    def names_away(self) -> list[str]:
+        """Finished layers that were given up."""
+
     def fetch(self, module: nn.Module) -> None:
         """Make a module ready to run: finished layers in it get their numbers again."""
 
@@ -161,6 +164,7 @@ class Calibration:
                 return self._basic_by_units()
             except MetAgainError:  # only when all passes have ended is all known that there is to see
                 self._num_shown = self._num_quantised = 0
+            self.weights.fetch(self.model)
         with self._watched(self.layers, self.model):
             groups = [group for group in _sharing_a_scale(self.layers) if not self._is_done(group)]
             todo = [layer for group in groups for layer in group]
@@ -174,7 +178,7 @@ class Calibration:
 
     def _basic_by_units(self) -> list[QuantizedLayer]:
         """The same, with all batches brought through a unit before the next: each is read once, and given up."""
-        units = units_of(self.model, self.layers, self.blocks)
+        units = self._with_finished(units_of(self.model, self.layers, self.blocks))
         done: list[QuantizedLayer] = []
         now: list[WatchedLayer] = []
 
@@ -200,6 +204,15 @@ class Calibration:
             raise
         return done + [layer for unit in (*unseen, *units[last + 1 :]) for layer in self._alone(unit)]
 
+    def _with_finished(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units, and those that an earlier stage has finished: passes stop there, so that they can be fetched."""
+        away = [] if self.weights is None else self.weights.names_away()
+        homes = {next((block for block in self.blocks if is_within(name, block)), name) for name in away}
+        own = {unit.name: unit for unit in units}
+        homes = {home for home in homes if not any(is_within(home, name) for name in own)}
+        order = [name for name, _ in self.model.named_modules() if name in homes or name in own]
+        return [own[name] if name in own else Unit(name, self.model.get_submodule(name), []) for name in order]
+
     def _walk(self, units: Sequence[Unit], visit: Visit) -> list[Unit]:
         """Bring all batches through the units, one unit after the other; the units that no batch came to.
 
@@ -215,6 +228,8 @@ class Calibration:
                 unit = left.pop(name, None)
                 if unit is None:
                     raise MetAgainError
+                if self.weights is not None:
+                    self.weights.fetch(unit.module)
                 for batch in batches:
                     met[batch].append(name)
                 if left:
@@ -256,7 +271,7 @@ class Calibration:
             raise MetAgainError
 
     def _sequential(self) -> list[QuantizedLayer]:
-        whole = units_of(self.model, self.layers, self.blocks)
+        whole = self._with_finished(units_of(self.model, self.layers, self.blocks))
         left = {unit.name: unit for unit in whole}
         units: dict[str, Unit] = {}
         done: dict[str, list[QuantizedLayer]] = {}

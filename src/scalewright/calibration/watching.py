@@ -60,6 +60,7 @@ class _Watching(Calibration):
                 return
             except MetAgainError:
                 self._num_shown = 0
+            self.weights.fetch(self.model)
         self._watch(begin(), by_units=False)
 
     def _watch(self, layers: Mapping[str, tuple[nn.Module, See]], *, by_units: bool) -> None:
@@ -77,7 +78,8 @@ class _Watching(Calibration):
             if by_units:
                 homes = {next((block for block in self.blocks if is_within(name, block)), name) for name in layers}
                 order = [name for name, _ in self.model.named_modules() if name in homes]
-                self._walk([Unit(name, self.model.get_submodule(name), []) for name in order], self._visit(len(order)))
+                passed = self._with_finished([Unit(name, self.model.get_submodule(name), []) for name in order])
+                self._walk(passed, self._visit(len(passed)))
             for i in range(0 if by_units else len(self.batches)):
                 with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                     self._masks.enter(i)

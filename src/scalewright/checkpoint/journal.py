@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,13 +54,14 @@ class Journal:
         self._number += 1
         file = self.folder / f"{self._number:06}.safetensors"
         draft = file.with_suffix(".draft")
-        save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
-        draft.rename(file)
-        entry = {"layer": name, "file": file.name, "bytes": file.stat().st_size, "record": dict(record)}
-        self._append(entry)
-        self.entries[name] = entry
-        self._sync_now_and_then(file)
-        return Part(file)
+        with self._failing_in_words():
+            save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
+            draft.rename(file)
+            entry = {"layer": name, "file": file.name, "bytes": file.stat().st_size, "record": dict(record)}
+            self._append(entry)
+            self.entries[name] = entry
+            self._sync_now_and_then(file)
+            return Part(file)
 
     def forget(self, names: Iterable[str]) -> None:
         """Layers that were finished are not finished after all."""
@@ -93,17 +95,37 @@ class Journal:
     def checkpoint(self) -> Iterator[Path]:
         """An empty folder to write the checkpoint to, which becomes `out` when all went well."""
         draft, old = self.folder / _CHECKPOINT, self.folder / _OLD
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        yield draft
-        if time.monotonic() > self._began + _SYNC_SECONDS:
-            for each in draft.iterdir():
-                _sync(each)
-        if self.out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.out.rename(old)
-        draft.rename(self.out)
-        shutil.rmtree(self.folder)
+        with self._failing_in_words():
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            yield draft
+            if time.monotonic() > self._began + _SYNC_SECONDS:
+                for each in draft.iterdir():
+                    _sync(each)
+            if self.out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                self.out.rename(old)
+            try:
+                draft.rename(self.out)
+            except OSError:
+                if old.exists():
+                    old.rename(self.out)
+                raise
+        with suppress(OSError):  # what cannot be taken away does no harm without the journal
+            (self.folder / _JOURNAL).unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def _failing_in_words(self) -> Iterator[None]:
+        """What cannot be written, a full disk above all, is an error that says how to go on."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+            raise OutputError(
+                f"{self.out}: cannot be written ({reason}). Finished layers are kept in {self.folder}. Mend that, and "
+                "run the same again to go on."
+            ) from error
 
     def _take(self, entry: dict[str, Any]) -> None:
         """What a line of an earlier run says."""
@@ -137,7 +159,7 @@ def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterat
     """
     folder = partial_of(out)
     is_ours = (folder / _JOURNAL).is_file() or (folder / _LOCK).is_file()
-    if folder.exists() and not is_ours:
+    if folder.exists() and not is_ours and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: is in the way, and no run of ours began it. Move it, or give another OUT.")
     made = _make_parents(folder)
     with _locked(folder):

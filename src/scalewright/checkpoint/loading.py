@@ -57,7 +57,7 @@ def load_model(
     """The model itself, or the one that a path or hub name stands for, in its own dtype unless another is asked for."""
     if isinstance(model, nn.Module):
         if dtype != "auto":
-            model = model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+            _convert_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model if device is None else model.to(device)
     try:
         config, auto = _config_of(model, trust_remote_code)
@@ -70,6 +70,17 @@ def load_model(
     if block is not None:
         mend(loaded, model, block)
     return loaded if device is None else loaded.to(device)
+
+
+def _convert_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring what is stored of a model to a dtype; what it computes for itself, such as angles, stays as it is."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Module:

@@ -24,6 +24,10 @@ class Shelf:
         self._here: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
         self._away: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
 
+    def names_away(self) -> list[str]:
+        """Finished layers that were given up."""
+        return [layer.name for layer, _ in self._away.values()]
+
     def fetch(self, module: nn.Module) -> None:
         """Make a module ready to run: finished layers in it get their numbers again."""
         for each in module.modules():

@@ -67,6 +67,13 @@ class Job:
     positive_scales: Annotated[bool, recipe_option("--positive-scales", help="Let best have no negative scales.")] = (
         False
     )
+    bits: Annotated[
+        float | None,
+        recipe_option(
+            help="Bits for each weight, scales included: each layer gets the one of --schemes that pays best."
+        ),
+    ] = None
+    schemes: Annotated[str | None, recipe_option(help="Schemes to choose from: W4A16,W8A16.")] = None
     recipe: Annotated[Path | None, recipe_option(help="A recipe, in YAML or JSON, instead of a scheme.")] = None
     group_size: Annotated[
         int | None, recipe_option(help="Weights that share a scale.", show_default="the scheme's number")
@@ -96,9 +103,13 @@ class Job:
     trust_remote_code: TrustRemoteCode = False
 
     def parsed_recipe(self) -> Any:
-        """The recipe that the options stand for."""
+        """The recipe that the options stand for, where no layer has to be measured for it."""
         from scalewright.quality import recipe_for
 
+        assert self.bits is None
+        self._check_schemes()
+        if self.schemes is not None:
+            raise RecipeError("--schemes: nothing says how many bits there are to share out. Give --bits.")
         if (self.scheme is None) == (self.recipe is None):
             raise RecipeError("give either --scheme or --recipe.")
         if self.scheme is not None:
@@ -116,6 +127,48 @@ class Job:
         if given:
             raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
         return self.recipe
+
+    def sensitivity(self, on_step: Any, **data: Any) -> Any:
+        """What each layer loses under each of the schemes; `data` are the options of a command that are not here."""
+        from scalewright.sensitivity import measure_sensitivity
+
+        self._check_schemes()
+        return measure_sensitivity(
+            self.model,
+            self.data,
+            schemes=[each.strip() for each in (self.schemes or _SCHEMES).split(",") if each.strip()],
+            bits=self.bits,
+            quality=self.quality or "balanced",
+            group_size=self.group_size,
+            observer=self.observer,
+            ignore=self.ignore,
+            num_calibration_samples=self.samples,
+            max_seq_length=self.seq_len,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            strict=self.strict,
+            on_step=on_step,
+            **data,
+        )
+
+    def shared_out(self, found: Any) -> Any:
+        """The schemes that --bits are best spent on, with their recipe."""
+        from scalewright.budget import share_out
+
+        return share_out(found, self.bits or 0.0, importance=self.importance, positive_scales=self.positive_scales)
+
+    def _check_schemes(self) -> None:
+        """Say no to options that do not go with a choice of schemes."""
+        if self.bits is None and self.schemes is None:
+            return
+        other = next((f"--{name}" for name in ("scheme", "recipe") if getattr(self, name) is not None), None)
+        if other is not None:
+            raise RecipeError(f"{other}: goes with neither --bits nor --schemes. Keep one way to say what to do.")
+        if self.bits is not None and self.schemes is None:
+            raise RecipeError("--bits: nothing says which schemes to choose from. Give --schemes, such as W4A16,W8A16.")
+
+
+_SCHEMES = "W4A16,W8A16"  # what `plan --sensitivity` measures unless it is told
 
 
 def with_job(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,24 +1,58 @@
-"""`scalewright plan`: what `quantize` would do."""
+"""`scalewright plan`: what `quantize` would do, and what layers would lose."""
 
 from __future__ import annotations
 
 import json
+from typing import Annotated, Any
 
 from scalewright.cli.app import app
-from scalewright.cli.options import AsJson, Job, with_job
-from scalewright.cli.shown import failing_politely, new_table, out_console, say, tell
+from scalewright.cli.options import (
+    AsJson,
+    DataColumn,
+    Device,
+    Job,
+    Pack,
+    Seed,
+    Split,
+    Tokenizer,
+    recipe_option,
+    with_job,
+)
+from scalewright.cli.progress import progress_shown
+from scalewright.cli.shown import failing_politely, new_table, out_console, say, sensitivity_table, tell
 
 
 @app.command()
 @with_job
-def plan(job: Job, as_json: AsJson = False) -> None:
+def plan(
+    job: Job,
+    sensitivity: Annotated[
+        bool, recipe_option("--sensitivity", help="Measure what each layer loses under each of --schemes, on --data.")
+    ] = False,
+    column: DataColumn = None,
+    split: Split = "train",
+    pack: Pack = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what `quantize` would do: layers, observers, bits, size, memory, time. Writes nothing."""
     from scalewright.planning import plan_of
 
+    found = allocation = None
+    with failing_politely(), progress_shown(quiet=as_json) as on_step:
+        if sensitivity or job.bits is not None:
+            of_data = {"column": column, "split": split, "pack": pack, "tokenizer": tokenizer}
+            found = job.sensitivity(on_step, **of_data, seed=seed, device=device)
+            allocation = None if job.bits is None else job.shared_out(found)
+    if sensitivity:
+        _show(found, allocation, as_json=as_json)
+        return
     with failing_politely():
-        found = plan_of(
+        planned = plan_of(
             job.model,
-            job.parsed_recipe(),
+            job.parsed_recipe() if allocation is None else allocation.recipe,
             has_data=job.data is not None,
             num_samples=job.samples,
             max_seq_length=job.seq_len,
@@ -30,12 +64,23 @@ def plan(job: Job, as_json: AsJson = False) -> None:
             strict=job.strict,
         )
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(planned.to_dict()))
         return
     table = new_table(f"{job.model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
-    for row in found.groups:
+    for row in planned.groups:
         table.add_row(row.example, str(row.count), row.weights, row.activations, row.observers, f"{row.bits:.2f}")
     out_console.print(table)
-    tell(found.notes)
-    for line in found.summary():
+    tell(planned.notes)
+    for line in planned.summary():
         say(line)
+
+
+def _show(found: Any, allocation: Any, *, as_json: bool) -> None:
+    """What layers lose, and the schemes that a budget is best spent on, if there is one."""
+    if as_json:
+        print(json.dumps({**found.to_dict(), **({} if allocation is None else {"chosen": allocation.to_dict()})}))
+        return
+    out_console.print(sensitivity_table(found, {} if allocation is None else allocation.schemes))
+    tell(found.notes)
+    if allocation is not None:
+        say(allocation.summary())

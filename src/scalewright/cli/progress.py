@@ -18,6 +18,7 @@ _UNITS = {
     "calibrating": "tokens",
     "quantising": "layers",
     "weighing": "layers",
+    "measuring": "groups",
     "evaluating": "tokens",
     "generating": "tokens",
 }

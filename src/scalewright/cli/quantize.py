@@ -60,12 +60,18 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantise a model and write the checkpoint."""
+    from scalewright.checkpoint.saving import check_output
     from scalewright.oneshot import oneshot
     from scalewright.recipe import Recipe
 
+    of_data = {"column": column, "split": split, "pack": pack, "tokenizer": tokenizer, "seed": seed, "device": device}
+    allocation = None
     if print_recipe:
-        with failing_politely():
-            recipe = Recipe.of(job.parsed_recipe())
+        with failing_politely(), progress_shown(quiet=as_json) as on_step:
+            if job.bits is None:
+                recipe = Recipe.of(job.parsed_recipe())
+            else:
+                recipe = job.shared_out(job.sensitivity(on_step, **of_data)).recipe
         print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
         return
     with (
@@ -74,9 +80,12 @@ def quantize(
     ):
         if out is None:
             raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
+        if job.bits is not None:
+            check_output(out, overwrite=overwrite)
+            allocation = job.shared_out(job.sensitivity(on_step, **of_data))
         result = oneshot(
             job.model,
-            recipe=job.parsed_recipe(),
+            recipe=job.parsed_recipe() if allocation is None else allocation.recipe,
             dataset=job.data,
             output_dir=out,
             tokenizer=tokenizer,
@@ -104,10 +113,15 @@ def quantize(
     if not ranks.is_first:
         return
     if as_json:
-        print(json.dumps({**result.to_dict(), "out": str(out)} | ({} if page is None else {"report": str(page)})))
+        also = {} if page is None else {"report": str(page)}
+        if allocation is not None:
+            also |= {"bits": allocation.bits, "expected_loss": allocation.loss}
+        print(json.dumps({**result.to_dict(), "out": str(out), **also}))
         return
     out_console.print(layers_table(result.to_dict()["layers"]))
     tell(result.notes)
+    if allocation is not None:
+        say(allocation.summary())
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
     say(f"{out} is written ({result.pipeline}: {result.why}; {seconds}).")
     if page is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,26 @@ _FIGURES = {
     "output dB": ("output_db", "{:.1f}", "signal to noise of the layer's output, on calibration data"),
     "above best": ("above_optimum", "{:.2%}", "how much more the weight loses than the least possible"),
 }
+
+
+def sensitivity_table(found: Any, chosen: Mapping[str, str]) -> Table:
+    """The table of `plan --sensitivity`: groups of layers by schemes, worst first; chosen schemes are marked."""
+    title = f"What {len(found.groups)} groups of layers lose, alone: KL in nats for each token, times 1000"
+    table = new_table(title, "layers that share a scheme")
+    for column in ("weights", *found.schemes):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in found.worst_first:
+        cells = [f"{1e3 * group.losses[each]:.3g}" for each in found.schemes]
+        marks = ["*" if chosen.get(group.name) == each else " " for each in found.schemes] if chosen else [""] * 9
+        marked = [f"{cell}{mark}" for cell, mark in zip(cells, marks, strict=False)]
+        table.add_row(Text(group.name), f"{group.num_weights:,}", *marked)
+    table.add_section()
+    losses = {each: sum(group.losses[each] for group in found.groups) for each in found.schemes}
+    pad = " " if chosen else ""
+    table.add_row("all", "", *(f"{1e3 * each:.3g}{pad}" for each in losses.values()))
+    table.add_row("bits for each weight", "", *(f"{found.bits_of(each):.2f}{pad}" for each in found.schemes))
+    table.caption = f"measured on {found.num_tokens:,} tokens" + ("; * is chosen" if chosen else "")
+    return table
 
 
 def new_table(title: str, first: str, *others: str) -> Table:

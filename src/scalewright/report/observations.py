@@ -1,26 +1,17 @@
-"""One page on what was observed of a model: it needs no network, and no file beside it.
-
-jinja2 writes the text and escapes it, plotly.js draws in the browser. It travels compressed, and browsers unpack it.
-"""
+"""One page on what was observed of a model: it needs no network, and no file beside it."""
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
 import math
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from scalewright.numerics.histogram import code_values
 from scalewright.observing import Observations
 from scalewright.observing.figures import OUTLIER, Kept, LayerFigures, worst_first
 from scalewright.observing.records import InputRecord
+from scalewright.report.drawing import render
 
 _NUM_BINS = 121  # an odd number: zero, where many values are, has a bin of its own when the range is even
 _NUM_PICTURED = 1000  # layers with a histogram: more would make the page slow to open
@@ -28,18 +19,15 @@ _NUM_PICTURED = 1000  # layers with a histogram: more would make the page slow t
 
 def observations_page(found: Observations) -> str:
     """The page as text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     worst = worst_first(found.layers)[0]
-    return environment.from_string(_asset("observations.html")).render(
+    return render(
+        "observations",
+        _data(found),
         found=found,
         worst=worst if math.isfinite(worst.worst_db) else None,
         num_outliers=sum(bool(each.input and each.input.channels.outliers) for each in found.layers),
         outlier=OUTLIER,
         num_pictured=_NUM_PICTURED,
-        style=Markup(_asset("observations.css")),
-        script=Markup(_asset("observations.js")),
-        data=_as_script(_data(found)),
-        plotly=Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()),
     )
 
 
@@ -108,15 +96,3 @@ def _both(kept: Kept | None) -> list[float | None]:
 def _short(value: float | None) -> float | None:
     """Six digits; None where there is no number."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
-
-
-def _as_script(data: Any) -> Markup:
-    """JSON that can stand in a script tag, whatever is in it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)
-
-
-def _asset(name: str) -> str:
-    return (files("scalewright.report") / name).read_text(encoding="utf-8")

@@ -1,26 +1,19 @@
 """One page from all that is known of a checkpoint: it needs no network, and no file beside it.
 
-jinja2 writes the text and escapes it, plotly.js draws in the browser. Layers travel as compact JSON in one script tag.
-plotly.js is 4.8 MB, and travels compressed: browsers unpack it themselves (`DecompressionStream`), to a page of 2 MB.
+Layers travel as compact JSON in one script tag.
 """
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from plotly.offline import get_plotlyjs
-
 from scalewright.errors import OutputError
 from scalewright.report.advice import advice_for, flags_for
+from scalewright.report.drawing import render
 from scalewright.report.evaluated import Evaluated
 from scalewright.report.files import PAGE_FILE, TIMINGS_FILE
 from scalewright.report.reading import Findings, Layer, read_folder
@@ -58,20 +51,17 @@ def write_report(
 
 def page_of(findings: Findings) -> str:
     """The page as text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": in_bytes, "time": in_seconds, "count_of": _count}
     worst = findings.worst(_NUM_WORST)
-    return environment.from_string(_asset("page.html")).render(
+    return render(
+        "page",
+        page_data(findings),
+        {"size": in_bytes, "time": in_seconds, "count_of": _count},
         found=findings,
         evaluated=Evaluated.of(findings.evaluation),
         worst=[(each, advice_for(each)) for each in worst],
         flags=flags_for(worst),
         summary=_summary(findings.layers),
         num_pictured=min(len(findings.layers), _NUM_PICTURED),
-        style=_asset("page.css"),
-        script=_asset("page.js"),
-        data=as_script(page_data(findings)),
-        plotly=_packed_plotly(),
     )
 
 
@@ -97,14 +87,6 @@ def page_data(findings: Findings) -> dict[str, Any]:
         "seconds": None if findings.seconds is None else _timings(findings.seconds),
         "curve": Evaluated.of(findings.evaluation).curve,
     }
-
-
-def as_script(data: Any) -> str:
-    """JSON that can stand in a script tag, whatever is in it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text
 
 
 def in_bytes(count: float) -> str:
@@ -153,12 +135,3 @@ def _pictured(layers: list[Layer]) -> list[int]:
 
 def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else round(value, 5)
-
-
-@cache
-def _packed_plotly() -> str:
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-
-
-def _asset(name: str) -> str:
-    return (files("scalewright.report") / name).read_text(encoding="utf-8")

@@ -1,0 +1,150 @@
+"""Every file operation of a run fails once: no half checkpoint is seen, and the same run then ends as it should."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scalewright import oneshot
+from scalewright.checkpoint import journal as journal_module
+from scalewright.checkpoint import saving as saving_module
+from scalewright.errors import OutputError
+
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.copytree"}
+
+
+class FailingDisk:
+    """Counts what is done to files under a folder, and fails one of these operations."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.seen: list[str] = []
+        self.fails_at: int | None = None
+
+    def look(self, event: str, args: tuple[object, ...]) -> None:
+        if self.folder is None or not args or not isinstance(args[0], str | Path):
+            return
+        is_writing = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+        if (event in CHANGES or is_writing) and str(args[0]).startswith(str(self.folder)):
+            self.count(f"{event} {Path(str(args[0])).name}")
+
+    def count(self, what: str) -> None:
+        self.seen.append(what)
+        if len(self.seen) - 1 == self.fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    @contextmanager
+    def watching(self, folder: Path, fails_at: int | None = None) -> Iterator[None]:
+        self.folder, self.seen, self.fails_at = folder, [], fails_at
+        try:
+            yield
+        finally:
+            self.folder = None
+
+
+DISK = FailingDisk()
+sys.addaudithook(DISK.look)  # there is no way to take it off again; without a folder it does nothing
+
+
+@pytest.fixture(autouse=True)
+def counted_safetensors(monkeypatch):
+    """What safetensors writes goes past Python."""
+    for module in (journal_module, saving_module):
+        save = module.save_file
+
+        def counted(tensors, file, *rest, save=save, **more):
+            if DISK.folder is not None and str(file).startswith(str(DISK.folder)):
+                DISK.count(f"save_file {Path(file).name}")
+            save(tensors, file, *rest, **more)
+
+        monkeypatch.setattr(module, "save_file", counted)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS = {"plain": (plain, 1), "llama": (llama, 5)}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["anew", "overwriting"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_operation_that_fails_loses_nothing(kind, is_there, tmp_path):
+    make, step = MODELS[kind]
+    given = {"scheme": "W8A8_DYNAMIC", "overwrite": is_there}
+    oneshot(make(), output_dir=tmp_path / "reference", scheme="W8A8_DYNAMIC")
+    expected = contents(tmp_path / "reference")
+    place = tmp_path / "count"
+    if is_there:
+        oneshot(make(), output_dir=place / "out", scheme="FP8_DYNAMIC")
+    with DISK.watching(place):
+        oneshot(make(), output_dir=place / "out", **given)
+    operations = list(DISK.seen)
+    assert any("journal.jsonl" in each for each in operations) and any("checkpoint" in each for each in operations)
+    failed = 0
+    for number in range(0, len(operations), step):
+        place = tmp_path / f"{number}"
+        if is_there:
+            oneshot(make(), output_dir=place / "out", scheme="FP8_DYNAMIC")
+            before = contents(place / "out")
+        error = None
+        try:
+            with DISK.watching(place, fails_at=number):
+                oneshot(make(), output_dir=place / "out", **given)
+        except (OSError, OutputError) as caught:
+            error = caught
+        if error is not None:
+            failed += 1
+            assert "No space left on device" in str(error), operations[number]
+            if is_there:
+                assert contents(place / "out") in (before, expected), operations[number]
+            else:
+                assert not (place / "out").exists(), operations[number]
+            if not (is_there and contents(place / "out") == expected):
+                oneshot(make(), output_dir=place / "out", **given)
+        assert contents(place / "out") == expected, operations[number]
+        if (place / "out.partial").exists():  # what could not be taken away is no harm to the next run
+            assert error is None and operations[number].startswith(("os.rm", "os.remove"))
+            oneshot(make(), output_dir=place / "out", **given | {"overwrite": True})
+            assert contents(place / "out") == expected, operations[number]
+        assert [each.name for each in place.iterdir()] == ["out"], operations[number]
+    assert failed > 5
+
+
+def test_a_full_disk_is_said_with_what_to_do(tmp_path):
+    with DISK.watching(tmp_path):
+        oneshot(plain(), output_dir=tmp_path / "count", scheme="W8A8_DYNAMIC")
+    second = [i for i, each in enumerate(DISK.seen) if each.startswith("save_file")][1]
+    out = tmp_path / "out"
+    with pytest.raises(OutputError) as caught, DISK.watching(tmp_path, fails_at=second):
+        oneshot(plain(), output_dir=out, scheme="W8A8_DYNAMIC")
+    assert str(caught.value) == (
+        f"{out}: cannot be written (No space left on device). Finished layers are kept in {out}.partial. Mend that, "
+        "and run the same again to go on."
+    )
