@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from scalewright.calibration.experts import UnfusedExperts
 from scalewright.calibration.loaders import settle_formats
-from scalewright.calibration.pipelines import Calibration, OnStep, evaluating, silent, without_cache
+from scalewright.calibration.passes import evaluating, without_cache
+from scalewright.calibration.pipelines import Calibration, OnStep, silent
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.taps import Masks, first_tensor

@@ -20,8 +20,9 @@ from scalewright.calibration.steps import units_of
 from scalewright.calibration.taps import Masks
 from scalewright.errors import CalibrationError, NonFiniteError
 from scalewright.modifiers import layers as layers_module
+from scalewright.modifiers.attention import WatchedAttention
 from scalewright.modifiers.figures import Sample
-from scalewright.modifiers.layers import QuantizedLayer, WatchedAttention, WatchedLayer
+from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
 from scalewright.modifiers.schemes import scheme_named
 from scalewright.numerics import histogram
 from scalewright.observers import Observer

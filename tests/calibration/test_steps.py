@@ -21,10 +21,11 @@ from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
 from scalewright.calibration.pipelines import Calibration
 from scalewright.calibration.steps import Unit, steps_of
 from scalewright.errors import CalibrationError
+from scalewright.modifiers.attention import WatchedAttention
 from scalewright.modifiers.figures import Sample
 from scalewright.modifiers.gptq import Rounding
 from scalewright.modifiers.gptq_layer import GPTQLayer
-from scalewright.modifiers.layers import QuantizedLayer, WatchedAttention, WatchedLayer
+from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
 from scalewright.modifiers.schemes import scheme_named
 from scalewright.modifiers.shown import Shown
 

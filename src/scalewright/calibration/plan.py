@@ -21,8 +21,9 @@ from scalewright.calibration.targets import (
 )
 from scalewright.errors import DataError, ModelError, RecipeError
 from scalewright.modifiers import GPTQModifier, Modifier, QuantizationModifier
+from scalewright.modifiers.attention import WatchedAttention
 from scalewright.modifiers.gptq_layer import GPTQLayer
-from scalewright.modifiers.layers import WatchedAttention, WatchedLayer
+from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight
 
 LM_HEAD = r"re:(.*\.)?lm_head$"  # what a scheme alone leaves as it is: few loaders can do otherwise

@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 from scalewright.calibration.distributed import Ranks
+from scalewright.calibration.passes import Route, evaluating, without_cache
 from scalewright.calibration.pipelines import (
     Batch,
     Calibration,
     MetAgainError,
     OnStep,
     Visit,
-    _Route,
-    evaluating,
     silent,
-    without_cache,
 )
 from scalewright.calibration.steps import Unit, is_within
 from scalewright.calibration.taps import Tap, tapped
@@ -73,7 +71,7 @@ class _Watching(Calibration):
             without_cache(self.model),
             self._masks.following(),
             tapped(taps, self._masks),
-            _Route(self.model, units).known() as route,
+            Route(self.model, units).known() as route,
         ):
             if by_units:
                 homes = {next((block for block in self.blocks if is_within(name, block)), name) for name in layers}

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from scalewright.calibration.pipelines import OnStep, evaluating, silent, without_cache
+from scalewright.calibration.passes import evaluating, without_cache
+from scalewright.calibration.pipelines import OnStep, silent
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.loading import (
     check_device,
