@@ -448,7 +448,8 @@ OPTIONS = {
     "--no-moe-calibrate-all-experts": ([], "moe_calibrate_all_experts", False),
     "--device": (["cpu"], "device", "cpu"),
 }
-TAKEN_OTHERWISE = {"model", "scheme", "quality", "on_step"}
+NOT_SAID = ("on_step", "ranks")  # what a command makes for itself
+TAKEN_OTHERWISE = {"model", "scheme", "quality", *NOT_SAID}
 
 
 class StopError(Exception):
@@ -477,7 +478,7 @@ def test_options_of_quantize_reach_oneshot(option, monkeypatch):
     assert defaults["model"] == "MODEL" and defaults[name] != expected
     assert given_to(monkeypatch, "scalewright.oneshot", "oneshot", *words, option, *values)[name] == expected
     known = inspect.signature(oneshot).parameters
-    asked = {each: known[each].default for each in defaults if each not in ("model", "recipe", "output_dir", "on_step")}
+    asked = {each: known[each].default for each in defaults if each not in ("model", "recipe", "output_dir", *NOT_SAID)}
     assert {each: defaults[each] for each in asked} == asked, "the defaults are those of oneshot"
 
 
@@ -524,14 +525,14 @@ def test_options_of_importance_reach_the_gathering(option, monkeypatch):
     )
     known = inspect.signature(gather_importance).parameters
     asked = {
-        each: known[each].default for each in defaults if each not in ("model", "recipe", "output_file", "on_step")
+        each: known[each].default for each in defaults if each not in ("model", "recipe", "output_file", *NOT_SAID)
     }
     assert {each: defaults[each] for each in asked} == {**asked, "ignore": [asked["ignore"]]}
 
 
 def test_importance_has_an_option_for_whatever_gathering_takes():
     taken = {name for _, name, _ in IMPORTANCE_OPTIONS.values()}
-    assert taken | {"model", "dataset", "targets", "on_step"} == set(inspect.signature(gather_importance).parameters)
+    assert taken | {"model", "dataset", "targets", *NOT_SAID} == set(inspect.signature(gather_importance).parameters)
 
 
 def test_importance_goes_before_the_scheme(monkeypatch):
