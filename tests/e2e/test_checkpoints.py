@@ -9,6 +9,7 @@ from read_back import IN_BF16, assert_loads_to_the_same, log_probs, some_ids
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from scalewright.errors import OutputError
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.oneshot import oneshot
 
@@ -182,7 +183,7 @@ def test_a_run_whose_writing_failed_goes_on_and_computes_nothing_again(tmp_path,
     whole = quantise("whole")
     with monkeypatch.context() as broken:
         broken.setattr(LlamaForCausalLM, "save_pretrained", fail)
-        with pytest.raises(OSError, match="the disk is full"):
+        with pytest.raises(OutputError, match=r"cannot be written \(the disk is full\)"):
             quantise("out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out.partial", "whole"]
     monkeypatch.setattr(WatchedLayer, "finish", fail)

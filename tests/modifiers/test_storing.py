@@ -1,5 +1,7 @@
 """A weight that is stored some rows at a time is the weight that is stored at once."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -23,8 +25,11 @@ def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeyp
     state: dict[str, Tensor] = {}
     seen: list[slice] = []
 
-    def at_once(given: dict[str, Tensor], *_: object) -> dict[str, Tensor]:
+    def at_once(
+        given: dict[str, Tensor], _scheme: object, _format: object, take: Callable[[slice, Tensor], None]
+    ) -> dict[str, Tensor]:
         state.update({name: each.clone() for name, each in given.items()})
+        take(slice(None), given["weight"].detach())
         return given
 
     monkeypatch.setattr("scalewright.modifiers.layers.store", at_once)
