@@ -25,7 +25,7 @@ from bench.memory_model import VOCABULARY, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "memory.json"
-DEPTHS, DEEP = (4, 8, 16), 29
+DEPTHS, DEEP = (4, 8, 16), 30
 SAMPLES, LENGTH = 16, 256
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -126,7 +126,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", help="the peer's interpreter; without it ours runs alone")
     parser.add_argument("--only", help="cases whose name has this in it")
-    parser.add_argument("--depths", type=int, nargs="*", help="numbers of layers instead of 4, 8, 16 and 29")
+    parser.add_argument("--depths", type=int, nargs="*", help="numbers of layers instead of 4, 8, 16 and 30")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--go-on", action="store_true", help="keep the rows that there are")
     parser.add_argument("--folder", help="where models of up to 4 GB are written for a while")
