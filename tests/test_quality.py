@@ -259,7 +259,7 @@ def test_best_without_data_is_one_line(model, tmp_path):
     words = ("quantize", model, "--scheme", "W4A16", "--quality", "best", "--out", tmp_path / "out")
     assert error_of(*words) == (
         "GPTQModifier rounds weights with their inputs in mind, which are found by watching data. Give a dataset, or "
-        "use QuantizationModifier."
+        "do without: QuantizationModifier in a recipe, quality fast or balanced on the command line."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -134,7 +134,7 @@ def test_it_needs_data_and_says_so():
         oneshot(one(), recipe=GPTQModifier(weights=INT4))
     assert str(caught.value) == (
         "GPTQModifier rounds weights with their inputs in mind, which are found by watching data. Give a dataset, or "
-        "use QuantizationModifier."
+        "do without: QuantizationModifier in a recipe, quality fast or balanced on the command line."
     )
     with pytest.raises(DataError) as caught:
         quantised(one(), GPTQModifier(weights=INT4), pipeline="data_free")
@@ -167,6 +167,45 @@ def test_weights_may_say_that_columns_are_ordered(inside):
         for none in ("none", None):
             words = f"actorder: weights say '{inside.lower()}', and the modifier none. Keep one of them."
             assert message(weights={**INT4, "actorder": inside}, actorder=none) == words
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_weights_may_say_that_columns_are_not_ordered(groups):
+    weights = {**INT4, "actorder": False}
+    given = {"config_groups": {"some": {"targets": ["Linear"], "weights": weights}}} if groups else {"weights": weights}
+    modifier = GPTQModifier(**given)
+    assert not modifier.rounding.is_ordered
+    assert not Recipe.of(Recipe.of(modifier).to_yaml()).modifiers[0].rounding.is_ordered
+    assert message(**given, actorder="static") == (
+        "actorder: weights say false, and the modifier 'static'. Keep one of them."
+    )
+
+
+def test_weights_do_not_say_both():
+    groups = {
+        name: {"targets": [name], "weights": {**INT4, "actorder": order}}
+        for name, order in (("a", False), ("b", "static"))
+    }
+    assert message(config_groups=groups) == (
+        "actorder: weights say 'static', and other weights false. Keep one of them."
+    )
+
+
+def test_a_table_of_rows_is_rounded_to_the_nearest_and_said_to_be():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(16, 32), nn.Linear(32, 32)
+
+        def forward(self, input_ids):
+            return self.layer(self.table(input_ids))
+
+    modifier = GPTQModifier(weights=INT4, targets=["Embedding", "Linear"])
+    words = "table: picks rows by number, so GPTQ rounds its weight to the nearest."
+    ids = torch.arange(16).view(2, 8)
+    for pipeline in ("auto", "sequential"):  # a model without blocks goes layer by layer
+        found = oneshot(Words(), recipe=modifier, dataset=ids, pipeline=pipeline)
+        assert [note for note in found.notes if "table" in note] == [words]
 
 
 def test_orders_that_there_are_not_are_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -136,6 +136,7 @@ def make_plan(
             " ".join(["the recipe means no layer of this model. Name linear layers or embeddings in targets.", *notes])
         )
     notes += _untie(model, layers)
+    notes += _rounded_to_the_nearest(owners, layers)
     found = _blocks(model, [layer.name for layer in layers], blocks)
     chosen, why = _pipeline(pipeline, meant, has_data, found)
     return Plan(model, layers, targets.ignored, chosen, why, found, notes)
@@ -147,6 +148,20 @@ def _layer(owner: QuantizationModifier, name: str, module: nn.Module, scheme: Qu
     return WatchedLayer(name, module, scheme)
 
 
+def _rounded_to_the_nearest(
+    owners: Mapping[str, QuantizationModifier], layers: Sequence[WatchedLayer]
+) -> list[str]:
+    """Say which layers have no inputs that could tell GPTQ what their errors cost."""
+    names = [
+        layer.name
+        for layer in layers
+        if isinstance(owners.get(layer.name), GPTQModifier)
+        and layer.scheme.weights is not None
+        and not isinstance(layer, GPTQLayer)
+    ]
+    return [f"{name}: picks rows by number, so GPTQ rounds its weight to the nearest." for name in names]
+
+
 def _pipeline(
     asked: str, modifiers: Sequence[QuantizationModifier], has_data: bool, blocks: Sequence[str]
 ) -> tuple[str, str]:
@@ -156,7 +171,7 @@ def _pipeline(
     if rounding is not None and not has_data:
         raise DataError(
             f"{rounding} rounds weights with their inputs in mind, which are found by watching data. Give a dataset, "
-            "or use QuantizationModifier."
+            "or do without: QuantizationModifier in a recipe, quality fast or balanced on the command line."
         )
     if rounding is not None and asked == "data_free":
         raise DataError(f"{rounding} rounds weights with their inputs in mind, so it cannot be run data_free.")
@@ -171,7 +186,7 @@ def _pipeline(
         raise DataError("the recipe has static activation scales, so it cannot be run data_free.")
     if asked in ("basic", "sequential") and not has_data:
         raise DataError(f"the {asked} pipeline runs data through the model. Give a dataset.")
-    if asked == "sequential" and not blocks:
+    if asked == "sequential" and not blocks and rounding is None:
         raise ModelError("no repeated blocks were found in this model. Name them in sequential_targets, or use basic.")
     if asked != "auto":
         return asked, "asked for"

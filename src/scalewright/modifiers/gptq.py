@@ -44,7 +44,7 @@ class GPTQModifier(QuantizationModifier):
         if "actorder" in given and given["actorder"] is None:  # what others call none
             given["actorder"] = "none"
         super().__init__(**given)
-        order = self.given.get("actorder", "static")
+        order = self.given.get("actorder", "none" if self._is_order_refused else "static")
         if order not in _ORDERS:
             raise RecipeError(
                 f"actorder: there is no {order!r}.{did_you_mean(str(order), _ORDERS)} Choices: {', '.join(_ORDERS)}.",
@@ -53,9 +53,14 @@ class GPTQModifier(QuantizationModifier):
         stated = [weights.actorder for group in self.groups if (weights := group.scheme.weights) is not None]
         inside = next((each for each in stated if each is not None), None)
         if order == "none" and inside is not None:
+            other = "other weights false" if self._is_order_refused else "the modifier none"
             raise RecipeError(
-                f"actorder: weights say '{ActivationOrdering(inside).value}', and the modifier none. Keep one of them.",
+                f"actorder: weights say '{ActivationOrdering(inside).value}', and {other}. Keep one of them.",
                 key=("actorder",),
+            )
+        if order != "none" and self._is_order_refused:
+            raise RecipeError(
+                f"actorder: weights say false, and the modifier '{order}'. Keep one of them.", key=("actorder",)
             )
         if not stated:
             raise RecipeError(
@@ -73,6 +78,13 @@ class GPTQModifier(QuantizationModifier):
     @override
     def data(self) -> Literal["needed", "useful", "none"]:
         return "needed"
+
+    @property
+    def _is_order_refused(self) -> bool:
+        """Whether weights say `actorder: false`, which is not the same as saying nothing."""
+        groups = self.given.get("config_groups", {}).values()
+        parts = [group.get("weights") for group in (self.given, *groups) if isinstance(group, Mapping)]
+        return any(isinstance(part, Mapping) and part.get("actorder") is False for part in parts)
 
     def _number(self, name: str, default: Any, *, low: float, high: float | None = None, whole: bool) -> Any:
         value = self.given.get(name, default)
