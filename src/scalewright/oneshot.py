@@ -22,7 +22,7 @@ from scalewright.calibration.pipelines import Calibration, OnStep, check_pipelin
 from scalewright.calibration.plan import Plan, bytes_after, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom, num_bytes
 from scalewright.calibration.sources import DataOptions
-from scalewright.checkpoint.fingerprint import fingerprint_of, versions
+from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
     check_device,
@@ -90,14 +90,14 @@ class Result:
             )
         with journal_for(folder, {"model": "in memory"}, restart=True) as journal:
             if source is None:
-                self._write(journal)
+                self._write(journal, SourceFiles.of(self.in_memory))
             else:
                 with journal.checkpoint() as draft:
                     shutil.copytree(source, draft, dirs_exist_ok=True)
                     check_draft(draft, journal.out)
         return folder
 
-    def _write(self, journal: Journal) -> None:
+    def _write(self, journal: Journal, source: SourceFiles) -> None:
         def keep(layer: QuantizedLayer) -> Part:
             if isinstance(layer.compressed, Part):
                 return layer.compressed
@@ -119,6 +119,7 @@ class Result:
                 companions=self.companions,
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
+            source.check_unchanged()
             check_draft(draft, journal.out)
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def oneshot(
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
     ranks.on_first(partial(_check_output, out, overwrite=overwrite))
-    mapped = _files_for(model, out, device)
+    mapped, source = _files_for(model, out, device), SourceFiles.of(model)
     with clock("load"), _lying_in(mapped):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -229,7 +230,7 @@ def oneshot(
     batches = [] if samples is None else samples.batches
     with ExitStack() as stack:
         settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
-        print_of = partial(fingerprint_of, model, loaded, parsed, batches, files, settings)
+        print_of = partial(fingerprint_of, source, loaded, parsed, batches, files, settings)
         ranks.on_first(partial(_check_output, out, overwrite=overwrite, num_bytes=bytes_after(plans)))
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
@@ -266,7 +267,7 @@ def oneshot(
         if journal is not None:
             with clock("save"):
                 on_step("writing", str(out), 0, 1)
-                result._write(journal)
+                result._write(journal, source)
         ranks.meet()
     return result
 

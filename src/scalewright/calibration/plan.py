@@ -148,9 +148,7 @@ def _layer(owner: QuantizationModifier, name: str, module: nn.Module, scheme: Qu
     return WatchedLayer(name, module, scheme)
 
 
-def _rounded_to_the_nearest(
-    owners: Mapping[str, QuantizationModifier], layers: Sequence[WatchedLayer]
-) -> list[str]:
+def _rounded_to_the_nearest(owners: Mapping[str, QuantizationModifier], layers: Sequence[WatchedLayer]) -> list[str]:
     """Say which layers have no inputs that could tell GPTQ what their errors cost."""
     names = [
         layer.name

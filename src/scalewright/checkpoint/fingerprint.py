@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from scalewright.errors import ModelError
+
+_SUFFIXES = (".json", ".safetensors")
 _PACKAGES = ("scalewright", "torch", "transformers", "compressed-tensors")
 
 
@@ -21,18 +25,52 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in _PACKAGES}
 
 
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files that a model is read from, as they were when a run began; none if it is given as an object."""
+
+    folder: Path | None
+    known: Mapping[str, tuple[int, int]]
+    """The size of each, and when it was changed last."""
+
+    @classmethod
+    def of(cls, source: nn.Module | str | Path) -> SourceFiles:
+        """Those of a model as the user gave it."""
+        folder = None if isinstance(source, nn.Module) else Path(source)
+        if folder is None or not folder.is_dir():
+            return cls(None, {})
+        files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
+        stats = {file.name: file.stat() for file in files}
+        return cls(folder, {name: (each.st_size, each.st_mtime_ns) for name, each in stats.items()})
+
+    def check_unchanged(self) -> None:
+        """Say no if one of them is not what it was: nobody knows which weights were read from it."""
+        now = {} if self.folder is None else SourceFiles.of(self.folder).known
+        other = next((name for name in sorted({*now, *self.known}) if now.get(name) != self.known.get(name)), None)
+        if other is not None:
+            assert self.folder is not None
+            what = "is new" if other not in self.known else "is gone" if other not in now else "has changed"
+            raise ModelError(
+                f"{self.folder / other}: {what} since the run began, so nobody knows which weights were read. "
+                "Nothing was written. Run again with restart, when the model stays as it is."
+            )
+
+
 def fingerprint_of(
-    source: nn.Module | str | Path,
+    source: SourceFiles,
     model: nn.Module,
     recipe: Any,
     batches: Sequence[Mapping[str, Any]],
-    files: Mapping[Any, Any],
+    files: Iterable[str],
     settings: Sequence[Any],
 ) -> dict[str, str]:
-    """A digest of each thing that a run depends on. `source` is what the user gave, `model` what became of it."""
+    """A digest of each thing that a run depends on. `model` is what was read from `source`.
+
+    `files` are those that the recipe names.
+    """
     return {
         "model": _digest(_of_model(source, model)),
-        "recipe": _digest([recipe.to_yaml(), *sorted(str(each) for each in files)]),
+        "recipe": _digest([recipe.to_yaml(), *((each, Path(each).read_bytes()) for each in sorted(files))]),
         "data": digest_of_data(batches),
         "set of options": _digest(settings),
         "set of versions": json.dumps(versions()),
@@ -44,32 +82,27 @@ def digest_of_data(batches: Sequence[Mapping[str, Any]]) -> str:
     return _digest([_of_value(each) for batch in batches for each in tree_leaves(dict(batch))])
 
 
-def _of_model(source: nn.Module | str | Path, model: nn.Module) -> Iterable[Any]:
-    if not isinstance(source, nn.Module) and Path(source).is_dir():
-        for file in sorted(Path(source).iterdir()):
-            if file.suffix in (".json", ".safetensors"):
-                known = file.stat()
-                yield file.name, known.st_size, known.st_mtime_ns
+def _of_model(source: SourceFiles, model: nn.Module) -> Iterable[Any]:
     yield str(next((each.dtype for each in model.parameters()), None))
-    if isinstance(source, nn.Module) or not Path(source).is_dir():
+    yield from source.known.items()
+    revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+    if source.folder is None and revision is not None:
+        yield revision
+    elif source.folder is None:
         for name, each in model.state_dict().items():
-            yield name, tuple(each.shape), _of_value(each)
+            yield name, _of_value(each)
 
 
 def _of_value(value: Any) -> Any:
-    """A number that another tensor will hardly have: the sum of its bits, in words."""
+    """What tells a value from others: of a tensor a digest of all its bytes."""
     if not isinstance(value, Tensor) or value.device.type == "meta":
         return repr(value)
-    flat = value.detach().contiguous().reshape(-1)
-    words = {4: torch.int32, 2: torch.int16, 8: torch.int64}.get(flat.element_size(), torch.uint8)
-    bits = flat.view(words) if flat.numel() else flat
-    weighed = bits[: len(bits) // 2].sum(dtype=torch.int64) * 3 + bits[len(bits) // 2 :].sum(dtype=torch.int64)
-    ends = bits[:64].tolist() + bits[-64:].tolist()
-    return str(value.dtype), tuple(value.shape), int(weighed), ends
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return str(value.dtype), tuple(value.shape), xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))
 
 
 def _digest(values: Iterable[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = xxhash.xxh3_128()
     for each in values:
         digest.update(repr(each).encode() + b"\n")
     return digest.hexdigest()
