@@ -267,7 +267,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(model, tmp_
 def test_a_full_disk_is_noticed_before_any_work(model, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     message = error_of("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out")
-    words = r"out: the checkpoint takes about [\d.]+ GB, and 0\.0 GB are free\. Make room, or give another folder\."
+    words = (
+        r"out: the checkpoint takes about [\d.]+ GB and finished layers [\d.]+ GB until it is complete, and 0\.0 GB "
+        r"are free\. Make room, or give another folder\."
+    )
     assert re.search(words + "$", message)
     assert list(tmp_path.iterdir()) == []
 

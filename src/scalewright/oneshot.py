@@ -231,7 +231,7 @@ def oneshot(
     with ExitStack() as stack:
         settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
         print_of = partial(fingerprint_of, source, loaded, parsed, batches, files, settings)
-        ranks.on_first(partial(_check_output, out, overwrite=overwrite, num_bytes=bytes_after(plans)))
+        ranks.on_first(partial(_check_output, out, plans, overwrite=overwrite))
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
         streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
@@ -293,9 +293,10 @@ def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
     check_device(device)
 
 
-def _check_output(out: Path | None, **asked: Any) -> None:
+def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, overwrite: bool) -> None:
     if out is not None:
-        check_output(out, **asked)
+        size, kept = bytes_after(plans) if plans else (0, 0)
+        check_output(out, overwrite=overwrite, num_bytes=size, kept_bytes=kept)
 
 
 def _files_for(

@@ -116,7 +116,7 @@ def plan_of(
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
     quantised = [layer for layer in layers if layer.scheme.weights is not None]
-    before, after = plans[-1].bytes_before(), bytes_after(plans)
+    before, (after, _) = plans[-1].bytes_before(), bytes_after(plans)
     widest = max((layer.weight.numel() for layer in quantised), default=0)
     chosen = plans[-1].pipeline
     config = getattr(built, "config", None)

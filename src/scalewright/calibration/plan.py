@@ -56,20 +56,23 @@ class Plan:
         """What the weights take as they are."""
         return sum(each.numel() * each.element_size() for each in self.model.parameters())
 
-    def bytes_after(self) -> int:
-        """What the checkpoint will take, about."""
-        saved = 0.0
+    def bytes_of_layers(self) -> tuple[int, int]:
+        """What the weights to be quantised take, before and, about, after."""
+        before, after = 0, 0.0
         for layer in self.layers:
             if layer.scheme.weights is not None:
                 weight = layer.weight
                 bits = bits_per_weight(layer.scheme.weights, weight.shape, layer.scheme.input_activations)
-                saved += weight.numel() * (weight.element_size() - bits / 8)
-        return round(self.bytes_before() - saved)
+                before += weight.numel() * weight.element_size()
+                after += weight.numel() * bits / 8
+        return before, round(after)
 
 
-def bytes_after(plans: Sequence[Plan]) -> int:
-    """What the checkpoint of all stages will take, about."""
-    return plans[-1].bytes_before() - sum(plan.bytes_before() - plan.bytes_after() for plan in plans)
+def bytes_after(plans: Sequence[Plan]) -> tuple[int, int]:
+    """What the checkpoint of all stages will take, and the finished layers in it, about."""
+    of_layers = [plan.bytes_of_layers() for plan in plans]
+    before, after = (sum(each) for each in zip(*of_layers, strict=True))
+    return plans[-1].bytes_before() - before + after, after
 
 
 def make_plans(

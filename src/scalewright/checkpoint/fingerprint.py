@@ -98,7 +98,7 @@ def _of_value(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.device.type == "meta":
         return repr(value)
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return str(value.dtype), tuple(value.shape), xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))
+    return str(value.dtype), tuple(value.shape), xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def _digest(values: Iterable[Any]) -> str:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scalewright.calibration.loaders import settle_names
+from scalewright.checkpoint.journal import partial_of
 from scalewright.checkpoint.loading import without_bars
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.shards import TensorAt, tensors_in, write_shards
@@ -39,8 +40,11 @@ def disk_of(path: Path) -> Path:
     return parent
 
 
-def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
-    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to."""
+def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0, kept_bytes: int = 0) -> None:
+    """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
+
+    `kept_bytes` are those of finished layers, which are kept in `OUT.partial` until the checkpoint is complete.
+    """
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path}: is a file. Give a folder.")
     if path.exists() and any(path.iterdir()) and not overwrite:
@@ -48,11 +52,13 @@ def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0) -> None:
     parent = disk_of(path)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: {parent} cannot be written to.")
-    free = shutil.disk_usage(parent).free
-    if num_bytes > free:
+    begun = sum(file.stat().st_size for file in partial_of(path).glob("*") if file.is_file())
+    free = shutil.disk_usage(parent).free + begun  # what a run has kept so far, the next one need not
+    if num_bytes + kept_bytes > free:
+        meanwhile = f" and finished layers {kept_bytes / 1e9:.1f} GB until it is complete" if kept_bytes else ""
         raise OutputError(
-            f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. "
-            "Make room, or give another folder."
+            f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB{meanwhile}, and {free / 1e9:.1f} GB are "
+            "free. Make room, or give another folder."
         )
 
 
