@@ -19,6 +19,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 CHART = PAGE.parent / "accuracy.svg"
 BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
 TOPICS = ("search", "minmax", "growth", "runs", "accuracy")
+OTHERS = ("vllm", "budget", "memory", "ranks")
 LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions", "scheme", "side", "contestant")
 MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
 
@@ -78,6 +79,8 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### Whole runs", _runs_table(_sound(runs))),
         *("### Accuracy", *_accuracy(_sound(accuracy))),
         *("### A budget of bits", _budget_table(results.get("budget", {}))),
+        *("### Memory", _memory_table(results.get("memory", {}))),
+        *("### Ranks", _ranks_table(results.get("ranks", {}))),
         *("### vLLM", _vllm_table(results.get("vllm", {}))),
     ]
     return "\n\n".join(parts)
@@ -254,6 +257,37 @@ def _budget_table(measured: Row) -> str:
     return _table(["model", "quality", "schemes", "recipe", "bits", "KL", "foreseen", "top-1"], lines)
 
 
+def _memory_table(measured: Row) -> str:
+    """Peaks of runs on models of some depths; its rows come from `make bench-memory`."""
+    rows = measured.get("rows", [])
+    depths = {row["layers"]: row["model_bytes"] for row in rows}
+    lines = []
+    for case, side in _in_order((row["case"], row["side"]) for row in sorted(rows, key=lambda row: row["side"])):
+        same = {row["layers"]: row for row in rows if (row["case"], row["side"]) == (case, side)}
+        cells = [case, f"**{side}**" if side == "ours" else side]
+        for depth in sorted(depths):
+            row = same.get(depth)
+            peak = "" if row is None else f"{row['peak_bytes'] / 1e9:.2f}"
+            cells.append(f"{peak} ({row['foretold_bytes'] / 1e9:.2f})" if row and row.get("foretold_bytes") else peak)
+        lines.append([*cells, *(f"{row['seconds']:.0f} s" for row in [same[max(same)]])])
+    heads = [f"{depth} layers, {depths[depth] / 1e9:.2f} GB" for depth in sorted(depths)]
+    return _table(["recipe", "side", *heads, "the deepest took"], lines)
+
+
+def _ranks_table(measured: Row) -> str:
+    """Two ranks of one thread beside one; its rows come from `make bench-ranks`."""
+    lines = [
+        [
+            case,
+            *(_seconds(row["seconds"][count]["whole"]) for count in ("1", "2")),
+            f"**{_factor(row['speed']['whole'])}x**",
+            f"{_factor(row['speed']['processor'])}x",
+        ]
+        for case, row in measured.get("rows", {}).items()
+    ]
+    return _table(["recipe", "1 rank", "2 ranks", "faster", "by processor time of a rank"], lines)
+
+
 def _vllm_table(served: Row) -> str:
     """How the checkpoints fare in vLLM; its rows come from `make vllm`."""
     lines = [
@@ -348,7 +382,7 @@ def main() -> int:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         print(f"docs/{PAGE.name}: the markers {BEGIN} and {END} must stand in it once each.", file=sys.stderr)
         return 2
-    generated = markdown({topic: read_results(topic) for topic in (*TOPICS, "vllm", "budget")})
+    generated = markdown({topic: read_results(topic) for topic in (*TOPICS, *OTHERS)})
     before, after = page.split(BEGIN, maxsplit=1)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}", encoding="utf-8")
     CHART.write_text(accuracy_chart.svg(_sound(read_results("accuracy")["rows"])), encoding="utf-8")

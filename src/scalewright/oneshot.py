@@ -70,6 +70,8 @@ class Result:
     """The tokenizer or processor that is saved with the model."""
     files: MappedFiles | None = field(default=None, repr=False)
     """Where the weights lie if they are not in memory: then the model is what was written, and is read if asked for."""
+    is_first_rank: bool = True
+    """Whether this is the rank that writes."""
 
     @property
     def model(self) -> nn.Module:
@@ -79,8 +81,13 @@ class Result:
         return self.in_memory
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the checkpoint to a folder; one that was written already is copied."""
+        """Write the checkpoint to a folder; one that was written already is copied.
+
+        Where ranks share the work the first one writes. The others may call this, too, and do not wait for it.
+        """
         folder = Path(path)
+        if not self.is_first_rank:
+            return folder
         check_output(folder, overwrite=overwrite)
         source = self.output_dir
         if source is not None and not source.is_dir():
@@ -263,6 +270,7 @@ def oneshot(
             out,
             companions=companions,
             files=mapped,
+            is_first_rank=ranks.is_first,
         )
         if journal is not None:
             with clock("save"):

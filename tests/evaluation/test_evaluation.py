@@ -404,8 +404,8 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder, tmp_path):
     with pytest.raises(ModelError) as caught:
         evaluate(tmp_path / "out", dataset=rows())
     assert str(caught.value) == (
-        f"{tmp_path / 'out'}: lacks 1 of its tensors ({lost}), and would be run with random numbers instead. Make the "
-        "checkpoint anew."
+        f"{tmp_path / 'out'}: lacks 1 of its tensors ({lost}), and would have random numbers instead. Give a whole "
+        "model."
     )
     save_file({**tensors, "odd": torch.zeros(1)}, file, {"format": "pt"})
     notes = evaluate(tmp_path / "out", dataset=rows(), generate=False).notes

@@ -40,7 +40,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def results(tables: ModuleType) -> dict[str, Any]:
-    return {topic: tables.read_results(topic) for topic in (*tables.TOPICS, "vllm", "budget")}
+    return {topic: tables.read_results(topic) for topic in (*tables.TOPICS, *tables.OTHERS)}
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
-    assert lines.count("Not measured.") == 5
+    assert lines.count("Not measured.") == 7
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
     served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
@@ -105,6 +105,18 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     chosen |= {"bits": 4.4987, "kl": 0.0123, "foreseen": 0.00456, "top1": 0.875, "quick": True}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "budget": {"rows": [chosen]}})
     assert "| M | balanced | W3/W4 | **chosen, bits of W4A16~** | 4.499 | 0.0123 | 0.00456 | 87.5% |" in lines
+    peaks = [
+        {"case": "c", "side": side, "layers": depth, "model_bytes": depth * 10**8, "peak_bytes": peak, "seconds": 2.0}
+        for side, depth, peak in (("peer", 4, 9e8), ("ours", 4, 5e8), ("ours", 8, 6e8))
+    ]
+    peaks[1]["foretold_bytes"] = 4e8
+    lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "memory": {"rows": peaks}})
+    assert "| recipe | side | 4 layers, 0.40 GB | 8 layers, 0.80 GB | the deepest took |" in lines
+    assert "| c | **ours** | 0.50 (0.40) | 0.60 | 2 s |\n| c | peer | 0.90 |  | 2 s |" in lines
+    seconds = {"1": {"whole": 6.0}, "2": {"whole": 4.0}}
+    played = {"c": {"seconds": seconds, "speed": {"whole": 1.5, "processor": 1.75}}}
+    lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "ranks": {"rows": played}})
+    assert "| c | 6.00 s | 4.00 s | **1.5x** | 1.8x |" in lines
 
 
 def test_results_name_no_machine_and_no_place(tables: ModuleType) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -31,6 +33,10 @@ DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F16": torch.float16,
@@ -40,6 +46,8 @@ DTYPES = {
 }
 _MAX_HEADER = 100_000_000  # bytes; safetensors refuses longer ones, too
 _MAX_NAME = 200
+_MOST_PARTS = 4096  # layers or experts that a configuration may speak of, where there are not as many tensors
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ROW = ("name", "shape", "weight_db")
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 24  # bytes that are read at one time
@@ -134,6 +142,52 @@ def read_folder(path: Path) -> Folder:
     places = _files_by_index(folder, files) if (path / INDEX).exists() else _files_alone(folder, files)
     _read_headers(folder, places)
     return folder
+
+
+def check_source(path: Path) -> None:
+    """Say no to a model that no loader should be given.
+
+    Weights that are pickled (loading them can run code), files outside of the folder, broken headers, a configuration
+    of more parts than there are tensors. What a loader says itself in words is left to it.
+    """
+    files = sorted(each.name for each in path.glob("*.safetensors"))
+    pickled = sorted(each.name for each in path.iterdir() if each.suffix in _PICKLED)
+    if pickled and not files:
+        raise ModelError(
+            f"{path}: its weights are in {pickled[0]}, and reading pickled files can run code that is hidden in them. "
+            "Save the model as safetensors where you trust it: from_pretrained(...).save_pretrained(FOLDER)."
+        )
+    folder = Folder(path)
+    places = _files_by_index(folder, []) if (path / INDEX).exists() else dict.fromkeys(files)
+    if folder.problems:
+        raise ModelError(f"{path}: {folder.problems[0]}")
+    num_tensors = sum(_number_of_tensors(path / file) for file in places)
+    many = None
+    with suppress(ValueError, RecursionError, BrokenFileError):  # which a loader says in words
+        config = json.loads(_contents(path / CONFIG))
+        many = too_many_parts(config, num_tensors) if isinstance(config, dict) else None
+    if many is not None:
+        raise ModelError(f"{path / CONFIG}: {many}.")
+
+
+def _number_of_tensors(file: Path) -> int:
+    try:
+        return len(_header(file))
+    except BrokenFileError as broken:
+        raise ModelError(f"{file}: {broken}") from None
+
+
+def too_many_parts(config: Mapping[str, Any], num_tensors: int) -> str | None:
+    """What in a configuration would make a model of more parts than anybody could have stored, if anything."""
+    most = max(_MOST_PARTS, num_tensors)
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            inner = too_many_parts(value, num_tensors)
+            if inner is not None:
+                return inner
+        elif isinstance(value, int | float) and re.search("layer|expert|block|depth", key) and value > most:
+            return f"{key} is {value}, and there are {num_tensors} tensors"
+    return None
 
 
 def first_line(error: Exception) -> str:

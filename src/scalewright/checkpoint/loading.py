@@ -14,10 +14,12 @@ from transformers.utils import logging as transformers_logging
 
 from scalewright.calibration.data import Samples, load_samples
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.folder import check_source
 from scalewright.checkpoint.fp8 import block_of, mend, read_as_plain
-from scalewright.errors import DataError, ModelError, did_you_mean
+from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_mean
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_FEW = 3
 
 
 @contextmanager
@@ -59,17 +61,36 @@ def load_model(
         if dtype != "auto":
             _convert_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model if device is None else model.to(device)
-    try:
+    with loading(model):
         config, auto = _config_of(model, trust_remote_code)
         block = block_of(config)
         more = {} if block is None else read_as_plain()
         with without_bars():
-            loaded: nn.Module = auto.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-        raise cannot_load(model, error) from None
+            loaded, _ = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
     if block is not None:
         mend(loaded, model, block)
     return loaded if device is None else loaded.to(device)
+
+
+def read_weights(auto: Any, model: str | Path, **options: Any) -> tuple[nn.Module, list[str]]:
+    """A model by transformers, whole, and the tensors of its files that it has no use for.
+
+    transformers fills what is lacking with random numbers, and says so in a warning at most. Here it is an error.
+    """
+    loaded, info = auto.from_pretrained(model, output_loading_info=True, use_safetensors=True, **options)
+    missing, unexpected = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
+    if missing:
+        raise ModelError(
+            f"{model}: lacks {len(missing)} of its tensors ({some_of(missing)}), and would have random numbers "
+            "instead. Give a whole model."
+        )
+    return loaded, unexpected
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    rest = len(names) - _FEW
+    return ", ".join(names[:_FEW]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _convert_(model: nn.Module, dtype: torch.dtype) -> None:
@@ -85,14 +106,12 @@ def _convert_(model: nn.Module, dtype: torch.dtype) -> None:
 
 def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
     """The model that a path or hub name stands for, without its weights."""
-    try:
+    with loading(model):
         config, auto = _config_of(model, trust_remote_code)
         if block_of(config) is not None:
             del config.quantization_config
         with torch.device("meta"):
             built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise cannot_load(model, error) from None
     return built
 
 
@@ -183,10 +202,21 @@ def _auto_for(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def cannot_load(model: str | Path, error: Exception) -> ModelError:
+@contextmanager
+def loading(model: str | Path) -> Iterator[None]:
+    """Inside a model is loaded. Whatever its files are made of, transformers stumbles over it in its own way."""
+    try:
+        if Path(model).is_dir():
+            check_source(Path(model))
+        yield
+    except ScalewrightError:
+        raise
+    except Exception as error:
+        raise _cannot_load(model, error) from error
+
+
+def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     """Why a model cannot be loaded, in words."""
-    if isinstance(error, ModelError):
-        return error
     if isinstance(model, Path) or "/" not in str(model).strip("/") or Path(model).exists() or str(model)[0] in "./~":
         path = Path(model)
         if not path.exists():

@@ -1,7 +1,4 @@
-"""Any checkpoint that transformers loads, quantised ones included, as a model that can be run: whole, or refused.
-
-transformers fills what a checkpoint lacks with random numbers, and says so in a warning at most. Here it is an error.
-"""
+"""Any checkpoint that transformers loads, quantised ones included, as a model that can be run: whole, or refused."""
 
 from __future__ import annotations
 
@@ -11,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from tqdm.std import tqdm
 
-from scalewright.checkpoint.loading import cannot_load, config_and_class, without_bars
-from scalewright.errors import ModelError
+from scalewright.checkpoint.loading import config_and_class, loading, read_weights, some_of, without_bars
 
 # compressed-tensors decompresses these formats to bf16, whatever dtype the model is in, and layers must fit together.
 _READ_AS_BF16 = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
-_LOADING_ERRORS = (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, ImportError, SafetensorError)
-_FEW = 3
 
 
 def load_checkpoint(
@@ -36,7 +29,7 @@ def load_checkpoint(
     It is in the dtype that is asked for (`auto`: its own), or in bf16 where its format is read as that alone.
     """
     notes = []
-    try:
+    with loading(model):
         config, auto = config_and_class(model, trust_remote_code)
         if _is_read_as_bf16(config):
             if dtype not in ("auto", "bfloat16", torch.bfloat16):
@@ -44,21 +37,10 @@ def load_checkpoint(
                 notes.append(f"{model}: its format is read as bfloat16, so it is not run in {asked}.")
             dtype = torch.bfloat16
         with without_all_bars():
-            loaded, info = auto.from_pretrained(
-                model, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
-    except _LOADING_ERRORS as error:
-        raise cannot_load(model, error) from None
-    missing, unexpected = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
-    if missing:
-        raise ModelError(
-            f"{model}: lacks {len(missing)} of its tensors ({_some(missing)}), and would be run with random numbers "
-            "instead. Make the checkpoint anew."
-        )
+            loaded, unexpected = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code)
     if unexpected:
-        notes.append(f"{model}: {len(unexpected)} of its tensors are not read ({_some(unexpected)}).")
-    whole: nn.Module = loaded
-    return (whole if device is None else whole.to(device)), notes
+        notes.append(f"{model}: {len(unexpected)} of its tensors are not read ({some_of(unexpected)}).")
+    return (loaded if device is None else loaded.to(device)), notes
 
 
 @contextmanager
@@ -84,8 +66,3 @@ def _is_read_as_bf16(config: Any) -> bool:
     groups = quantization.get("config_groups") or {}
     formats = [quantization.get("format"), *(each.get("format") for each in groups.values() if isinstance(each, dict))]
     return any(str(each).startswith(_READ_AS_BF16) for each in formats)
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _FEW
-    return ", ".join(names[:_FEW]) + (f" and {rest} more" if rest > 0 else "")

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from scalewright.calibration.experts import unfuse_experts
 from scalewright.calibration.loaders import groups_read
 from scalewright.calibration.targets import QUANTIZABLE
-from scalewright.checkpoint.folder import CONFIG, Folder, Recorded, first_line, read_tensor
+from scalewright.checkpoint.folder import CONFIG, Folder, Recorded, first_line, read_tensor, too_many_parts
 from scalewright.checkpoint.formats import Stored, states_tensors, stored_tensors
 from scalewright.checkpoint.problems import Problem
 
@@ -37,7 +37,6 @@ _QUANTISED = re.compile(
     r"(weight_(packed|scale|shape|zero_point|global_scale)|(input|output)_(scale|zero_point|global_scale)|"
     r"[qkv]_(scale|zero_point|global_scale))"
 )
-_MOST_PARTS = 4096  # layers or experts that a configuration may speak of, where there are not as many tensors
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ def built_model(folder: Folder, config: Mapping[str, Any]) -> tuple[nn.Module | 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         return None, "it names no architecture of transformers", False
-    many = _too_many(config, max(_MOST_PARTS, len(folder.tensors)))
+    many = too_many_parts(config, len(folder.tensors))
     if many is not None:
-        return None, f"{many}, and there are {len(folder.tensors)} tensors", True
+        return None, many, True
     try:
         with _in_silence():
             build = _model_class(config)
@@ -155,18 +154,6 @@ def _model_class(config: Mapping[str, Any]) -> Any:
     found = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
-
-
-def _too_many(config: Mapping[str, Any], most: int) -> str | None:
-    """An entry that would make a model of more parts than anybody could have stored."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            inner = _too_many(value, most)
-            if inner is not None:
-                return inner
-        elif isinstance(value, int | float) and re.search("layer|expert|block|depth", key) and value > most:
-            return f"{key} is {value}"
-    return None
 
 
 @contextmanager
