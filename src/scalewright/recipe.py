@@ -207,6 +207,8 @@ def _stages_of_text(text: str, name: str) -> Iterable[Stage]:
         where = name if mark is None else f"{name}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise RecipeError(f"{where}: neither YAML nor JSON: {problem}.") from None
+    except RecursionError:
+        raise RecipeError(f"{name}: entries stand inside of each other, too deep for a recipe.") from None
     return _gathered(_parts(data, (), _Source(name, reading.lines)))
 
 
