@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy bench-budget bench-memory bench-ranks vllm clean
+.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy bench-budget bench-memory bench-ranks bench-scaling vllm clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,10 @@ bench-ranks: setup
 # Peaks of memory of runs from disk; models of up to 4 GB are written for a while.
 bench-memory: setup $(PEER)/.installed
 	$(BIN)/python -m bench.memory --peer $(PEER)/bin/python $(MEMORY_ARGS)
+
+# On paper: what a model of 70B and one of 1T parameters take, from rates that are measured here.
+bench-scaling: setup
+	$(BIN)/python -m bench.scaling
 
 # Parts of it: `make bench-budget BUDGET_ARGS="--only stories15M"`.
 bench-budget: setup

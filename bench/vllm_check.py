@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,7 +27,21 @@ from bench import tables
 from scalewright.oneshot import oneshot
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8", "FP8_DYNAMIC")
+_HEAD = {"ignore": ["lm_head"]}
+_GROUPS = {"group_size": 64}
+_SIGNED = {"weight_observer": {"name": "optimal", "signed": True}}
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "W8A8": {"QuantizationModifier": {"scheme": "W8A8", **_HEAD}},
+    "W8A8, signed scales": {"QuantizationModifier": {"scheme": "W8A8", **_SIGNED, **_HEAD}},
+    "W8A8, GPTQ": {"GPTQModifier": {"scheme": "W8A8", "correction": 0.5, **_HEAD}},
+    "W8A8_DYNAMIC": {"QuantizationModifier": {"scheme": "W8A8_DYNAMIC", **_HEAD}},
+    "W4A8": {"QuantizationModifier": {"scheme": "W4A8", **_GROUPS, **_HEAD}},
+    "W4A8, signed scales": {"QuantizationModifier": {"scheme": "W4A8", **_GROUPS, **_SIGNED, **_HEAD}},
+    "W4A8, GPTQ, signed scales": {
+        "GPTQModifier": {"scheme": "W4A8", "correction": 0.5, "refinements": 2, **_GROUPS, **_SIGNED, **_HEAD}
+    },
+    "FP8_DYNAMIC": {"QuantizationModifier": {"scheme": "FP8_DYNAMIC", **_HEAD}},
+}
 NUM_GREEDY, MOST_OFF = 60, 0.05
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -67,9 +82,9 @@ def main() -> int:
         folder = Path(scratch)
         model = options.model or trained_model(folder / "model")
         prompts = some_prompts(model, folder)
-        for scheme in (*SCHEMES, None):
-            print(f"{scheme or 'as it is'} ...", flush=True)
-            rows.append(check(scheme, model, prompts, folder, options.vllm))
+        for name, recipe in (*RECIPES.items(), ("as it is", None)):
+            print(f"{name} ...", flush=True)
+            rows.append(check(name, recipe, model, prompts, folder, options.vllm))
     show(rows)
     result = {"date": str(date.today()), "model": options.model.name if options.model else "trained on the spot"}
     result["rows"] = [asdict(row) for row in rows]
@@ -95,14 +110,13 @@ def some_prompts(model: Path, folder: Path) -> list[list[int]]:
     return torch.randint(3, size, (8, 96), generator=torch.Generator().manual_seed(9)).tolist()
 
 
-def check(scheme: str | None, model: Path, prompts: list[list[int]], folder: Path, vllm: Path) -> Row:
-    """One checkpoint through both loaders; without a scheme the model as it is."""
+def check(
+    name: str, recipe: dict[str, Any] | None, model: Path, prompts: list[list[int]], folder: Path, vllm: Path
+) -> Row:
+    """One checkpoint through both loaders; without a recipe the model as it is."""
     checkpoint = model
-    if scheme is not None:
-        checkpoint = folder / scheme
-        recipe = {"QuantizationModifier": {"scheme": scheme, "ignore": ["lm_head"]}}
-        if scheme == "W4A8":
-            recipe["QuantizationModifier"]["group_size"] = 64
+    if recipe is not None:
+        checkpoint = folder / name
         calibration = some_prompts_for_calibration(model)
         oneshot(model, recipe=recipe, dataset=calibration, output_dir=checkpoint)
     questions, answers = folder / "prompts.json", folder / "answers.json"
@@ -110,7 +124,7 @@ def check(scheme: str | None, model: Path, prompts: list[list[int]], folder: Pat
     command = [str(vllm), str(ROOT / "bench" / "vllm_worker.py"), str(checkpoint), str(questions), str(answers)]
     ran = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise SystemExit(f"{scheme}: vLLM failed.\n{ran.stderr[-3000:]}")
+        raise SystemExit(f"{name}: vLLM failed.\n{ran.stderr[-3000:]}")
     theirs = json.loads(answers.read_text(encoding="utf-8"))
     loaded, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True, dtype=torch.bfloat16)
     assert not info["missing_keys"], info["missing_keys"]
@@ -135,7 +149,7 @@ def check(scheme: str | None, model: Path, prompts: list[list[int]], folder: Pat
             agreements.append((greedy == torch.tensor(answer["greedy"])).float().mean())
     every = torch.cat(off)
     return Row(
-        scheme or "as it is",
+        name,
         len(every),
         float(every.mean()),
         float(every.max()),

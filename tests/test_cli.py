@@ -431,6 +431,7 @@ SHARED_OPTIONS = {
     "--batch-size": ([3], "batch_size", 3),
     "--pipeline": (["sequential"], "pipeline", "sequential"),
     "--sequential-targets": (["a", "--sequential-targets", "b"], "sequential_targets", ["a", "b"]),
+    "--max-memory": (["2GB"], "max_memory", "2GB"),
     "--dtype": (["float16"], "dtype", "float16"),
     "--strict": ([], "strict", True),
     "--trust-remote-code": ([], "trust_remote_code", True),
@@ -441,7 +442,6 @@ OPTIONS = {
     "--out": (["out"], "output_dir", Path("out")),
     "--overwrite": ([], "overwrite", True),
     "--restart": ([], "restart", True),
-    "--max-memory": (["2GB"], "max_memory", "2GB"),
     "--column": (["prompt"], "column", "prompt"),
     "--split": (["test"], "split", "test"),
     "--pack": ([], "pack", True),
@@ -496,6 +496,14 @@ def test_options_of_plan_reach_the_plan(option, monkeypatch):
     name = {"num_calibration_samples": "num_samples"}.get(name, name)
     words = ["plan", "MODEL", "--recipe", "other.yaml", option, *values]
     assert given_to(monkeypatch, "scalewright.planning", "plan_of", *words)[name] == expected
+
+
+def test_a_plan_knows_of_ranks_and_disk(model, monkeypatch):
+    words = ("plan", model, "--scheme", "W4A16")
+    assert given_to(monkeypatch, "scalewright.planning", "plan_of", *words, "--ranks", 8)["num_ranks"] == 8
+    monkeypatch.undo()
+    found = json.loads(run(*words, "--json"))
+    assert found["bytes_after"] < found["disk_bytes"] < 2 * found["bytes_after"]
 
 
 def test_a_scheme_with_its_options_is_a_recipe(monkeypatch):

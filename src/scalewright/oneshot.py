@@ -19,8 +19,8 @@ from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import Plan, bytes_after, make_plans
-from scalewright.calibration.scratch import Scratch, WaitingRoom, num_bytes
+from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
+from scalewright.calibration.scratch import Scratch, WaitingRoom
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
@@ -323,9 +323,7 @@ def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:
 
 def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_memory: int | None) -> dict[str, Any]:
     """What a run needs whose model is not in memory."""
-    blocks = [model.get_submodule(name) for plan in plans for name in plan.blocks]
-    largest = max((sum(map(num_bytes, block.parameters())) for block in blocks), default=0)
-    room = room_for_activations(max_memory, largest)
+    room = room_for_activations(max_memory, largest_block(plans))
     return {"weights": Shelf(model, files), "waiting_room": WaitingRoom(files.scratch, room)}
 
 

@@ -1,35 +1,32 @@
 """What `oneshot` would do, without doing it: layers, observers, pipeline, size, memory, time.
 
-The model is built without its weights. Time is estimated from two short measurements on this machine: a matrix product,
-and the search for the scales of a small random weight under each scheme.
+The model is built without its weights. What it would take is reckoned in `costs`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from scalewright.calibration.gathering import plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
-from scalewright.calibration.plan import bytes_after, make_plans
+from scalewright.calibration.plan import bytes_after, largest_block, make_plans
 from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
+from scalewright.checkpoint.mapped import can_map
+from scalewright.checkpoint.memory import in_bytes, room_for_activations
+from scalewright.costs import Rates, Run, peak_bytes, seconds, spilt_bytes
 from scalewright.errors import StrictError
 from scalewright.importance import files_of
 from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
-from scalewright.observers import make_observer
 from scalewright.recipe import Recipe
 
-_PROBE = (256, 1024)
-_LIVE_ACTIVATIONS = 12  # tensors of a token's hidden size that a block holds at a time, about
 _LENGTH = 2048
 
 
@@ -58,6 +55,8 @@ class PlanReport:
     bits_per_weight: float
     bytes_before: int
     bytes_after: int
+    disk_bytes: int
+    """What is on the disk at the most, the model itself left out."""
     peak_bytes: int
     seconds: float
 
@@ -70,7 +69,8 @@ class PlanReport:
         return [
             f"pipeline   {self.pipeline}: {self.why}",
             f"weights    {self.bits_per_weight:.2f} bits each in these layers; {len(self.ignored)} layers are ignored",
-            f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then",
+            f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then; "
+            f"{_in_mb(self.disk_bytes)} of disk on the way",
             f"memory     about {_in_mb(self.peak_bytes)} at the most",
             f"time       about {self.seconds:.0f} s on this machine",
         ]
@@ -89,8 +89,13 @@ def plan_of(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     strict: bool = False,
+    max_memory: int | str | None = None,
+    num_ranks: int = 1,
 ) -> PlanReport:
-    """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta)."""
+    """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta).
+
+    Time is that of `num_ranks` ranks, each as fast as this process; memory is that of one of them.
+    """
     parsed = Recipe.of(recipe)
     check_pipeline(pipeline)
     check_dtype(dtype)
@@ -116,20 +121,20 @@ def plan_of(
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
     quantised = [layer for layer in layers if layer.scheme.weights is not None]
-    before, (after, _) = plans[-1].bytes_before(), bytes_after(plans)
-    widest = max((layer.weight.numel() for layer in quantised), default=0)
+    before, (after, kept) = plans[-1].bytes_before(), bytes_after(plans)
     chosen = plans[-1].pipeline
-    config = getattr(built, "config", None)
-    hidden = int(getattr(config, "hidden_size", 0) or getattr(getattr(config, "text_config", None), "hidden_size", 0))
-    kept = num_tokens if chosen == "sequential" else batch_tokens
-    passes = {"data_free": 0, "basic": 1, "sequential": 2}[chosen] + sum(bool(each.modules) for each in gatherings)
-    activations = 0 if passes == 0 else 4 * hidden * (kept + _LIVE_ACTIVATIONS * batch_tokens)
-    num_weights = sum(layer.weight.numel() for layer in quantised)
-    seconds = 2.0 * passes * num_weights * num_tokens / _flops()
-    for some in kinds.values():
-        args = some[0].scheme.weights
-        if args is not None:
-            seconds += sum(each.weight.numel() for each in some) * _search_seconds(args)
+    is_streamed = not isinstance(model, nn.Module) and can_map()
+    room = room_for_activations(in_bytes(max_memory), largest_block(plans)) if is_streamed else None
+    run = Run(
+        plans,
+        num_tokens,
+        batch_tokens,
+        _hidden_size(built),
+        sum(bool(each.modules) for each in gatherings),
+        is_streamed,
+        room,
+    )
+    rates = Rates.measured(next((each.dtype for each in built.parameters()), torch.float32))
     return PlanReport(
         [_group(some) for some in kinds.values()],
         chosen,
@@ -140,8 +145,9 @@ def plan_of(
         _bits(quantised) if quantised else 0.0,
         before,
         after,
-        before + 12 * widest + activations,
-        seconds,
+        after + kept + spilt_bytes(run),
+        peak_bytes(run),
+        seconds(run, rates, num_ranks=num_ranks),
     )
 
 
@@ -172,23 +178,11 @@ def _bits(layers: Sequence[WatchedLayer]) -> float:
     return total / sum(rows * columns for rows, columns in shapes)
 
 
-def _flops() -> float:
-    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
-    best = min(_timed(lambda: a @ b) for _ in range(3))
-    return 2 * 512 * 1024 * 1024 / best
-
-
-def _search_seconds(args: QuantizationArgs) -> float:
-    """Seconds for one weight."""
-    weight = torch.randn(_PROBE)
-    best = min(_timed(lambda: make_observer("weight", args)(weight).get_qparams()) for _ in range(2))
-    return best / weight.numel()
-
-
-def _timed(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def _hidden_size(model: nn.Module) -> int:
+    """Of what flows between the blocks of a model; 0 if it does not say."""
+    config = getattr(model, "config", None)
+    find = (getattr(each, "hidden_size", 0) for each in (config, getattr(config, "text_config", None)))
+    return next((int(each) for each in find if each), 0)
 
 
 def _in_mb(num_bytes: float) -> str:

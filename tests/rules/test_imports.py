@@ -32,6 +32,7 @@ ORDER = (
     "sensitivity",
     "budget",
     "oneshot",
+    "costs",
     "planning",
     "cli",
     "__main__",

@@ -75,6 +75,12 @@ def bytes_after(plans: Sequence[Plan]) -> tuple[int, int]:
     return plans[-1].bytes_before() - before + after, after
 
 
+def largest_block(plans: Sequence[Plan]) -> int:
+    """Bytes of the largest block that a pass goes through at a time; 0 if there are no blocks."""
+    blocks = [plan.model.get_submodule(name) for plan in plans for name in plan.blocks]
+    return max((sum(each.numel() * each.element_size() for each in block.parameters()) for block in blocks), default=0)
+
+
 def make_plans(
     model: nn.Module,
     stages: Sequence[Sequence[Modifier]],

@@ -98,6 +98,10 @@ class Job:
             show_default="the model's blocks",
         ),
     ] = None
+    max_memory: Annotated[
+        str | None,
+        run_option(help="Memory that the run may take, such as 8GB.", show_default="nine tenths of what is free"),
+    ] = None
     dtype: Dtype = "auto"
     strict: Strict = False
     trust_remote_code: TrustRemoteCode = False

@@ -16,6 +16,7 @@ from scalewright.cli.options import (
     Split,
     Tokenizer,
     recipe_option,
+    run_option,
     with_job,
 )
 from scalewright.cli.progress import progress_shown
@@ -35,6 +36,7 @@ def plan(
     tokenizer: Tokenizer = None,
     seed: Seed = 0,
     device: Device = None,
+    ranks: Annotated[int, run_option(min=1, help="Reckon with so many ranks, each as fast as this process.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Say what `quantize` would do: layers, observers, bits, size, memory, time. Writes nothing."""
@@ -62,6 +64,8 @@ def plan(
             dtype=job.dtype,
             trust_remote_code=job.trust_remote_code,
             strict=job.strict,
+            max_memory=job.max_memory,
+            num_ranks=ranks,
         )
     if as_json:
         print(json.dumps(planned.to_dict()))

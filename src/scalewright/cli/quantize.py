@@ -20,7 +20,6 @@ from scalewright.cli.options import (
     Split,
     Tokenizer,
     recipe_option,
-    run_option,
     with_job,
 )
 from scalewright.cli.progress import progress_shown
@@ -49,10 +48,6 @@ def quantize(
     seed: Seed = 0,
     moe_calibrate_all_experts: AllExperts = True,
     device: Device = None,
-    max_memory: Annotated[
-        str | None,
-        run_option(help="Memory that the run may take, such as 8GB.", show_default="nine tenths of what is free"),
-    ] = None,
     rank_timeout: RankTimeout = 1800.0,
     print_recipe: Annotated[
         bool, recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
@@ -104,7 +99,7 @@ def quantize(
             strict=job.strict,
             overwrite=overwrite,
             restart=restart,
-            max_memory=max_memory,
+            max_memory=job.max_memory,
             seed=seed,
             on_step=on_step,
             ranks=ranks,

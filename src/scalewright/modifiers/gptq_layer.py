@@ -107,7 +107,7 @@ class GPTQLayer(WatchedLayer):
 
     def __init__(self, name: str, module: nn.Module, scheme: QuantizationScheme, rounding: Rounding) -> None:
         super().__init__(name, module, scheme)
-        self._rounding = rounding
+        self.rounding = rounding
         self._forget()
 
     def _forget(self) -> None:
@@ -135,7 +135,7 @@ class GPTQLayer(WatchedLayer):
     @property
     @override
     def wants_unquantised(self) -> bool:
-        return self._rounding.correction > 0
+        return self.rounding.correction > 0
 
     @override
     def sees_unquantised(self) -> Iterator[tuple[str, See]]:
@@ -199,7 +199,7 @@ class GPTQLayer(WatchedLayer):
             found, cross_CC = self._factor(), self._cross
             if found is not None and cross_CC is not None:
                 weight_CR = self._target.float().T.contiguous()
-                share = self._rounding.correction
+                share = self.rounding.correction
                 self._target = corrected(weight_CR, cross_CC, found, share=share).T.contiguous()
         return self._target
 
@@ -239,9 +239,9 @@ class GPTQLayer(WatchedLayer):
         if found is None or hessian is None or args is None:
             notes.append(f"{self.name}: {self._failure} It was rounded to the nearest.")
             return None
-        if found.damping > self._rounding.damping:
+        if found.damping > self.rounding.damping:
             notes.append(
-                f"{self.name}: its Hessian was not positive definite with dampening_frac {self._rounding.damping:g}, "
+                f"{self.name}: its Hessian was not positive definite with dampening_frac {self.rounding.damping:g}, "
                 f"and got {found.damping:g}."
             )
         if self.wants_unquantised and self._cross is None:
@@ -264,10 +264,10 @@ class GPTQLayer(WatchedLayer):
         assert found is not None and hessian is not None and args is not None
         weight_CR = self.target[rows].float().T.contiguous()
         hessian_CC = damped(hessian.matrix, found)
-        size = self._rounding.block_size
+        size = self.rounding.block_size
         book = codebook(args, qparams, tuple(self.weight.shape)).of_rows(rows)
         rounded_CR = round_columns(weight_CR, found, book, block_size=size)
-        for _ in range(self._rounding.refinements):
+        for _ in range(self.rounding.refinements):
             if strategy_of(args) in _BY_ROW:
                 rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
             rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
@@ -281,7 +281,7 @@ class GPTQLayer(WatchedLayer):
             self._failure = f"saw {count} tokens, and GPTQ needs {_FEW_TOKENS} or more."
             return None
         try:
-            return hessian.factor(self._rounding)
+            return hessian.factor(self.rounding)
         except ArithmeticError as error:
             self._failure = f"{error}. Give more, or other, samples."
             return None

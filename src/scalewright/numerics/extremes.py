@@ -40,7 +40,8 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
         # torch.aminmax is quick over everything, but with a dim twenty times slower than amin and amax one by one.
         lo_NQ, hi_NQ = (each.float().reshape(1, *qparam_shape) for each in torch.aminmax(x_NQG))
     else:
-        rows = torch.split(x_NQG.reshape(-1, row_size), max(1, _PIECE // row_size))
+        x_PG = x_NQG.reshape(-1, row_size)
+        rows = (x_PG,) if x_PG.numel() <= _CACHED // 2 else torch.split(x_PG, max(1, _PIECE // row_size))
         lo_P, hi_P = (
             _joined(each).float() for each in zip(*((x.amin(dim=-1), x.amax(dim=-1)) for x in rows), strict=True)
         )
