@@ -13,7 +13,10 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
+from scalewright.modifiers import backends
 from scalewright.numerics.layout import strategy_of
+
+backends.register()
 
 _ELEMENTS = 1 << 19  # of the rows that go at one time
 _STEP = 128  # rows go in multiples of this: zero points are packed eight rows to a word
