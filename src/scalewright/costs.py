@@ -130,8 +130,10 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 class Rates:
     """How fast this machine is."""
 
-    flops: float
-    """Of matrix products, a second."""
+    passes: float
+    """Operations a second in passes, which are of the model's dtype."""
+    products: float
+    """The same in fp32: Hessians, and what is made of them."""
     search: Callable[[QuantizationArgs], float]
     """Seconds to find the scale of one weight."""
 
@@ -145,12 +147,12 @@ class Rates:
                 known[repr(args)] = _search_seconds(args)
             return known[repr(args)]
 
-        return cls(_flops(dtype), search)
+        return cls(_flops(dtype), _flops(torch.float32), search)
 
 
 def seconds(run: Run, rates: Rates, *, num_ranks: int = 1) -> float:
     """How long a run takes, about, on ranks that are each as fast as this process."""
-    gathering = 2.0 * run.gathering_passes * _weights_run(run, run.plans[0]) * run.num_tokens / rates.flops
+    gathering = 2.0 * run.gathering_passes * _weights_run(run, run.plans[0]) * run.num_tokens / rates.passes
     of_stages = sum(_data_seconds(run, plan, rates) + _weight_seconds(plan, rates) for plan in run.plans)
     moved = run.plans[0].bytes_before() / _BYTES_PER_SECOND
     return (gathering + of_stages) / num_ranks + moved
@@ -168,10 +170,11 @@ def _data_seconds(run: Run, plan: Plan, rates: Rates) -> float:
     rounded = [layer for layer in plan.layers if isinstance(layer, GPTQLayer)]
     streams = 2 if any(layer.wants_unquantised for layer in rounded) else 1
     passes = {"data_free": 0, "basic": 1, "sequential": streams if rounded else 2}[plan.pipeline]
-    work = 2.0 * passes * _weights_run(run, plan) * run.num_tokens
-    for layer in _one_of_each_input(rounded):
-        work += layer.weight.shape[-1] ** 2 * run.num_tokens * (3 if layer.wants_unquantised else 1)
-    return work / rates.flops
+    hessians = sum(
+        layer.weight.shape[-1] ** 2 * (3 if layer.wants_unquantised else 1) for layer in _one_of_each_input(rounded)
+    )
+    passing = 2.0 * passes * _weights_run(run, plan) / rates.passes
+    return run.num_tokens * (passing + hessians / rates.products)
 
 
 def _weight_seconds(plan: Plan, rates: Rates) -> float:
@@ -182,10 +185,11 @@ def _weight_seconds(plan: Plan, rates: Rates) -> float:
             total += layer.weight.numel() * (rates.search(layer.scheme.weights) + _STORING)
         if isinstance(layer, GPTQLayer):
             rows, columns = layer.weight.shape
-            total += _SLOWER * 2.0 * rows * columns**2 * (1 + 2 * layer.rounding.refinements) / rates.flops
+            total += _SLOWER * 2.0 * rows * columns**2 * (1 + 2 * layer.rounding.refinements) / rates.products
             total += rows * columns * (1 + layer.rounding.refinements) * _ROUNDING_SECONDS
     rounded = [layer for layer in plan.layers if isinstance(layer, GPTQLayer)]
-    return total + sum(_SLOWER * 2.0 * each.weight.shape[-1] ** 3 / rates.flops for each in _one_of_each_input(rounded))
+    cubes = sum(each.weight.shape[-1] ** 3 for each in _one_of_each_input(rounded))
+    return total + _SLOWER * 2.0 * cubes / rates.products
 
 
 def _one_of_each_input(layers: Iterable[GPTQLayer]) -> list[GPTQLayer]:
@@ -200,8 +204,8 @@ def _set_of(layer: WatchedLayer) -> tuple[str, tuple[str, ...]]:
 
 
 def _flops(dtype: torch.dtype) -> float:
-    a, b = (torch.randn(*shape).to(dtype) for shape in ((512, 1024), (1024, 1024)))
-    best = min(_timed(lambda: a @ b) for _ in range(3))
+    x, weight = (torch.randn(*shape).to(dtype) for shape in ((512, 1024), (1024, 1024)))
+    best = min(_timed(lambda: nn.functional.linear(x, weight)) for _ in range(3))
     return 2 * 512 * 1024 * 1024 / best
 
 

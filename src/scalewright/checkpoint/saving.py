@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
@@ -21,15 +24,43 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scalewright.calibration.loaders import settle_names
+from scalewright.checkpoint.folder import DTYPES
 from scalewright.checkpoint.journal import partial_of
 from scalewright.checkpoint.loading import without_bars
 from scalewright.checkpoint.parts import Part
-from scalewright.checkpoint.shards import TensorAt, tensors_in, write_shards
+from scalewright.checkpoint.shards import StoredTensor, TensorAt, tensors_in, write_shards
 from scalewright.errors import OutputError
 from scalewright.modifiers.layers import QuantizedLayer
 
 _SHARD_BYTES = 5 * 10**9
 _STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorHere:
+    """A tensor in memory that is written from there, without a copy."""
+
+    tensor: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as safetensors calls it."""
+        return _NAMES[self.tensor.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    def copy_to(self, target: BinaryIO) -> None:
+        """Append its bytes to an open file."""
+        target.write(self.tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def disk_of(path: Path) -> Path:
@@ -78,7 +109,7 @@ def save_checkpoint(
     write beside. `place_of` says of a tensor where it lies in a file, if it does; it is copied from there.
     """
     with without_bars():
-        # transformers knows by which names a model is stored. It is given stand-ins for all that is in files already.
+        # transformers knows by which names a model is stored. It is given stand-ins for all that it need not write.
         state, stored = _with_stand_ins(model, layers, keep, place_of)
         if isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
@@ -100,12 +131,12 @@ def _with_stand_ins(
     layers: Iterable[QuantizedLayer],
     keep: Callable[[QuantizedLayer], Part],
     place_of: Callable[[Tensor], TensorAt | None],
-) -> tuple[dict[str, Tensor], list[TensorAt]]:
+) -> tuple[dict[str, Tensor], list[StoredTensor]]:
     """The state of a model, and where the tensors are that stand-ins in it stand for."""
     state: dict[str, Tensor] = dict(model.state_dict())
-    stored: list[TensorAt] = []
+    stored: list[StoredTensor] = []
 
-    def stand_in(place: TensorAt) -> Tensor:
+    def stand_in(place: StoredTensor) -> Tensor:
         stored.append(place)
         return torch.full(_STAND_IN, len(stored) - 1, dtype=torch.int64)
 
@@ -116,17 +147,37 @@ def _with_stand_ins(
             del state[name]
         for name, place in keep(layer).places.items():
             state[f"{layer.name}.{name}"] = stand_in(place)
-    by_place: dict[TensorAt, Tensor] = {}  # a tensor that is there by two names is one
+    tables = _tables(model)
+    by_place: dict[Any, Tensor] = {}  # a tensor that is there by two names is one
     for name, tensor in state.items():
-        place_in_file = place_of(tensor)
-        if place_in_file is not None:
-            if place_in_file not in by_place:
-                by_place[place_in_file] = stand_in(place_in_file)
-            state[name] = by_place[place_in_file]
+        in_file = place_of(tensor)
+        if in_file is not None or tensor.data_ptr() in tables:
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+            if key not in by_place:
+                by_place[key] = stand_in(in_file or TensorHere(tensor))
+            state[name] = by_place[key]
     return state, stored
 
 
-def _without_stand_ins(places: Mapping[str, TensorAt], stored: Sequence[TensorAt]) -> dict[str, TensorAt]:
+def _tables(model: nn.Module) -> set[int]:
+    """Where embeddings and output heads lie that can be written from there: others may be stored in another form."""
+    found: list[Any] = []
+    if isinstance(model, transformers.PreTrainedModel):
+        with suppress(NotImplementedError):
+            found = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
+    weights = [getattr(each, "weight", None) for each in found]
+    return {
+        each.data_ptr()
+        for each in weights
+        if isinstance(each, Tensor)
+        and each.device.type == "cpu"
+        and each.is_contiguous()
+        and each.dtype in _NAMES
+        and sys.byteorder == "little"
+    }
+
+
+def _without_stand_ins(places: Mapping[str, TensorAt], stored: Sequence[StoredTensor]) -> dict[str, StoredTensor]:
     """Where each tensor of the checkpoint is, by its name there."""
     return {
         name: stored[int.from_bytes(each.read(), "little")] if each.shape == _STAND_IN else each

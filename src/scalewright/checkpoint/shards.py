@@ -11,11 +11,30 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 _CHUNK = 1 << 22
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+
+
+class StoredTensor(Protocol):
+    """A tensor whose bytes can be written, wherever they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as safetensors calls it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def copy_to(self, target: BinaryIO) -> None:
+        """Append its bytes to an open file."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,7 @@ def tensors_in(file: Path) -> dict[str, TensorAt]:
     }
 
 
-def write_shards(folder: Path, tensors: Mapping[str, TensorAt], *, max_bytes: int) -> None:
+def write_shards(folder: Path, tensors: Mapping[str, StoredTensor], *, max_bytes: int) -> None:
     """Write `model.safetensors`, or as many shards as are needed, with their index."""
     shards = list(_split(tensors, max_bytes))
     if len(shards) == 1:
@@ -82,9 +101,9 @@ def write_shards(folder: Path, tensors: Mapping[str, TensorAt], *, max_bytes: in
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _split(tensors: Mapping[str, TensorAt], max_bytes: int) -> Iterator[dict[str, TensorAt]]:
+def _split(tensors: Mapping[str, StoredTensor], max_bytes: int) -> Iterator[dict[str, StoredTensor]]:
     """The tensors in runs of at most so many bytes, or of one tensor."""
-    shard: dict[str, TensorAt] = {}
+    shard: dict[str, StoredTensor] = {}
     size = 0
     for name, each in tensors.items():
         if shard and size + each.num_bytes > max_bytes:
@@ -95,7 +114,7 @@ def _split(tensors: Mapping[str, TensorAt], max_bytes: int) -> Iterator[dict[str
     yield shard
 
 
-def _write(file: Path, tensors: Mapping[str, TensorAt]) -> None:
+def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     # Readers map the file: tensors with large elements go first, so that all are aligned to their elements.
     ordered = sorted(tensors.items(), key=lambda item: (-_item_size(item[1]), item[0]))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -111,7 +130,7 @@ def _write(file: Path, tensors: Mapping[str, TensorAt]) -> None:
             each.copy_to(opened)
 
 
-def _item_size(tensor: TensorAt) -> int:
+def _item_size(tensor: StoredTensor) -> int:
     count = 1
     for size in tensor.shape:
         count *= size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
@@ -62,8 +63,9 @@ class Grid:
             return 1.0
         return float(2.0 ** (math.floor(math.log2(self.high)) - self.mantissa_bits))
 
+    @cache  # noqa: B019 (there are as many grids as formats)
     def numbers(self) -> Tensor:
-        """All numbers of the grid, ascending, in fp32."""
+        """All numbers of the grid, ascending, in fp32. They are computed once: do not change them."""
         steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1)
         numbers: Tensor = torch.unique(self.round_(steps.float() * self.smallest))
         return numbers
