@@ -6,7 +6,7 @@ from torch import Tensor
 
 from scalewright.numerics.gptq import Codebook, corrected, descend, output_error, refit, round_columns
 from scalewright.numerics.grids import E2M1, Grid
-from scalewright.numerics.hessian import add_outer_, damped, factor, symmetrize_
+from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, symmetrize_
 from scalewright.numerics.scales import E4M3_SCALES, E8M0_SCALES
 
 INT4 = Grid("int4", -8, 7)
@@ -64,13 +64,23 @@ def test_the_hessian_is_the_sum_of_all_products(tokens, columns):
     )
 
 
+def with_damping(hessian_CC: Tensor, found: Factor) -> Tensor:
+    """A copy of H with what was added to its diagonal; H itself stays as it is."""
+    before_CC = hessian_CC.clone()
+    with damped(hessian_CC, found) as inside_CC:
+        assert torch.equal(inside_CC.diagonal(), before_CC.diagonal() + found.added_C)
+        copy_CC = inside_CC.clone()
+    assert torch.equal(hessian_CC, before_CC)
+    return copy_CC
+
+
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_the_factor_makes_the_damped_hessian(is_ordered):
     hessian_CC = hessian_of(inputs(400, 64))
     found = factor(hessian_CC, damping=0.01, is_ordered=is_ordered)
     order_C = torch.arange(64) if found.order_C is None else found.order_C
     assert torch.equal(found.upper_CC, found.upper_CC.triu())
-    expected = damped(hessian_CC, found)[order_C][:, order_C]
+    expected = with_damping(hessian_CC, found)[order_C][:, order_C]
     torch.testing.assert_close(found.upper_CC @ found.upper_CC.T, expected, rtol=1e-4, atol=1e-3)
     if is_ordered:
         diagonal_C = hessian_CC.diagonal()[order_C]
@@ -84,7 +94,7 @@ def test_it_is_gptq(is_ordered, affine):
     hessian_CC = hessian_of(inputs(400, 96))
     found = factor(hessian_CC, damping=0.01, is_ordered=is_ordered)
     order = list(range(96)) if found.order_C is None else found.order_C.tolist()
-    expected = by_definition(weight_CR, damped(hessian_CC, found), book, order)
+    expected = by_definition(weight_CR, with_damping(hessian_CC, found), book, order)
     rounded_CR = round_columns(weight_CR, found, book, block_size=32)
     assert float((rounded_CR == expected).float().mean()) > 0.995  # a tie may fall either way
 
@@ -129,7 +139,7 @@ def test_another_sweep_is_never_worse(block_size, affine):
     weight_CR, book = problem(affine=affine)
     hessian_CC = hessian_of(inputs(400, 96))
     found = factor(hessian_CC, damping=0.01, is_ordered=True)
-    target = damped(hessian_CC, found)
+    target = with_damping(hessian_CC, found)
     rounded_CR = round_columns(weight_CR, found, book, block_size=32)
     for _ in range(3):
         again_CR = descend(weight_CR, rounded_CR, target, book, block_size=block_size)
@@ -169,7 +179,7 @@ def rounded_problem(*, affine: bool = False, grid: Grid = INT4, signs: bool = Fa
         book.scale_GR[:, ::2] *= -1
     hessian_CC = hessian_of(inputs(400, 96))
     found = factor(hessian_CC, damping=0.01, is_ordered=True)
-    return weight_CR, round_columns(weight_CR, found, book, block_size=32), damped(hessian_CC, found), book
+    return weight_CR, round_columns(weight_CR, found, book, block_size=32), with_damping(hessian_CC, found), book
 
 
 def bf16(scale: Tensor) -> Tensor:

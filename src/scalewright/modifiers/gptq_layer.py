@@ -263,14 +263,14 @@ class GPTQLayer(WatchedLayer):
         found, hessian, args = self._factor(), self._hessian, self.scheme.weights
         assert found is not None and hessian is not None and args is not None
         weight_CR = self.target[rows].float().T.contiguous()
-        hessian_CC = damped(hessian.matrix, found)
         size = self.rounding.block_size
         book = codebook(args, qparams, tuple(self.weight.shape)).of_rows(rows)
         rounded_CR = round_columns(weight_CR, found, book, block_size=size)
-        for _ in range(self.rounding.refinements):
-            if strategy_of(args) in _BY_ROW:
-                rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
-            rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
+        with damped(hessian.matrix, found) as hessian_CC:
+            for _ in range(self.rounding.refinements):
+                if strategy_of(args) in _BY_ROW:
+                    rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
+                rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)
         return rounded_CR, book.scale_GR
 
     def _factor(self) -> Factor | None:

@@ -7,6 +7,8 @@ weight alone: that is what rounding column by column needs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +68,10 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool) -> Factor:
     share = damping
     while True:
         added_C = torch.where(is_dead_C, mean, 0.0) + mean * share
-        damped_CC = hessian_CC[backwards_C][:, backwards_C]
+        damped_CC = hessian_CC[backwards_C.unsqueeze(1), backwards_C]
         damped_CC.diagonal().add_(added_C[backwards_C])
         lower_CC, failed = torch.linalg.cholesky_ex(damped_CC)
+        del damped_CC  # of many columns, each of these takes gigabytes
         if not int(failed) and bool(torch.isfinite(lower_CC.diagonal()).all()):
             return Factor(lower_CC.flip(0, 1), order_C, share, added_C)
         if share >= _MOST_DAMPING:
@@ -76,6 +79,13 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool) -> Factor:
         share = max(10 * share, 1e-4)
 
 
-def damped(hessian_CC: Tensor, factor: Factor) -> Tensor:
-    """A copy of H with what was added to its diagonal."""
-    return hessian_CC + torch.diag(factor.added_C)
+@contextmanager
+def damped(hessian_CC: Tensor, factor: Factor) -> Iterator[Tensor]:
+    """While inside, H has on its diagonal what was added to it."""
+    diagonal_C = hessian_CC.diagonal()
+    before_C = diagonal_C.clone()
+    diagonal_C.add_(factor.added_C)
+    try:
+        yield hessian_CC
+    finally:
+        diagonal_C.copy_(before_C)
