@@ -290,11 +290,11 @@ def test_what_eval_found_is_shown_as_far_as_it_goes(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_samples": 16, "num_tokens": 4080}, "measured on16 samples, 4,080 tokens"),
-        ({"model": "elsewhere/S4"}, "measured onelsewhere/S4"),
+        ({"num_samples": 16, "num_tokens": 4080}, "16 samples, 4,080 tokens"),
+        ({"model": "elsewhere/S4"}, "elsewhere/S4"),
         (
             {"model": "S4<b>", "against": "M", "num_samples": 16, "num_tokens": 4080},
-            "measured onS4<b> beside M: 16 samples, 4,080 tokens",
+            "S4<b> beside M: 16 samples, 4,080 tokens",
         ),
         ({"model": 3, "num_samples": "many", "num_tokens": None}, None),
     ],
