@@ -14,7 +14,7 @@ import typer
 from scalewright.errors import RecipeError
 
 recipe_option = partial(typer.Option, rich_help_panel="What to do")
-data_option = partial(typer.Option, rich_help_panel="Calibration data")
+data_option = partial(typer.Option, rich_help_panel="Data")
 run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Ignore = Annotated[
