@@ -264,6 +264,18 @@ MISTAKES = [
         "what layers lose is measured by running data through the model. Give a dataset.",
     ),
     (("--bits", 4.5, "--schemes", ","), "schemes: there is none. Name some, such as W4A16 and W8A16."),
+    (
+        ("--bits", 4.5, "--schemes", "W4A16,W8A16", "--pipeline", "quick"),
+        "there is no pipeline 'quick'. Pipelines: auto, data_free, basic, sequential.",
+    ),
+    (
+        ("--bits", 4.5, "--schemes", "W4A16,W8A16", "--max-memory", "much"),
+        "max_memory: 'much' is no size. Write it as 8GB or 512MiB.",
+    ),
+    (
+        ("--bits", 4.5, "--schemes", "W4A16,W8A16", "--importance", "nowhere.safetensors"),
+        "nowhere.safetensors: there is no such file.",
+    ),
 ]
 
 
@@ -273,6 +285,27 @@ def test_mistakes_are_one_line(words, expected, more, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert error_of(more[0], "MODEL", *words, *more[1:]) == expected
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("--scheme", "W4A16"),
+            "--scheme: what layers lose is measured for --schemes, such as W4A16,W8A16. Give those.",
+        ),
+        (
+            ("--recipe", "a.yaml"),
+            "--recipe: what layers lose is measured for --schemes, such as W4A16,W8A16. Give those.",
+        ),
+        (
+            ("--importance", "a.safetensors", "--positive-scales"),
+            "--importance, --positive-scales: no scheme is chosen without --bits. Give those, or leave it out.",
+        ),
+    ],
+)
+def test_nothing_that_is_said_to_a_measurement_is_ignored(words, expected):
+    assert error_of("plan", "MODEL", "--sensitivity", *words) == expected
 
 
 def test_budgets_that_cannot_be_kept_are_one_line(model, data, tmp_path):

@@ -78,6 +78,11 @@ def test_a_model_alone_has_a_column_of_its_own(folders):
     assert "perplexity" in output and "KL" not in output and "▁" not in output
 
 
+def test_data_to_judge_by_is_not_called_calibration_data():
+    shown = CliRunner().invoke(app, ["eval", "--help"]).output
+    assert "--data" in shown and "alibrat" not in shown
+
+
 def test_mistakes_are_one_line_and_end_with_2(folders, tmp_path):
     model, _, data = folders
     result = invoke(model, code=2)

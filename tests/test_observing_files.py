@@ -410,6 +410,13 @@ def test_names_are_escaped_and_nothing_is_loaded(page: Path) -> None:
         assert picture["to"] == pytest.approx(layer["max"], rel=0.005)
 
 
+def test_experts_are_spoken_of_where_there_are_some(seen: Observations) -> None:
+    assert not seen.experts and "Of experts" not in observations_page(seen)
+    records = {f"model.layers.0.mlp.experts.{i}.up_proj": each for i, each in enumerate(seen.records.values())}
+    mixture = Observations(records, "mine", seen.scheme, seen.observers, 144, (0,))
+    assert mixture.experts and "Of experts the worst is shown." in observations_page(mixture)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed")
 def test_a_browser_draws_the_page(page: Path) -> None:
     assert CHROMIUM is not None

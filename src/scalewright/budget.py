@@ -40,7 +40,7 @@ class Allocation:
     recipe: Recipe
 
     def summary(self) -> str:
-        """`4.49 bits: 20 groups have W4A16, 4 have W8A16; KL of about 0.031 is expected`."""
+        """`4.490 bits for each weight (W4A16 for 20, W8A16 for 4 of 24 groups of layers)`."""
         used = list(dict.fromkeys(self.schemes.values()))
         counts = {scheme: sum(each == scheme for each in self.schemes.values()) for scheme in sorted(used)}
         said = ", ".join(f"{scheme} for {count}" for scheme, count in counts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -395,7 +396,10 @@ def test_what_is_read_as_bf16_is_run_so(folder, tmp_path):
     assert load_checkpoint(folder, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder, tmp_path):
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder, tmp_path, monkeypatch):
+    told: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [listening := logging.Handler()])
+    monkeypatch.setattr(listening, "emit", told.append)
     oneshot(folder, scheme="FP8_DYNAMIC", output_dir=tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
@@ -410,6 +414,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder, tmp_path):
     save_file({**tensors, "odd": torch.zeros(1)}, file, {"format": "pt"})
     notes = evaluate(tmp_path / "out", dataset=rows(), generate=False).notes
     assert f"{tmp_path / 'out'}: 1 of its tensors are not read (odd)." in notes
+    assert told == []  # it is said once, and by us
 
 
 @pytest.mark.real_model

@@ -124,6 +124,25 @@ def test_it_fits_a_phone(page: Page, tmp_path: Path) -> None:
     assert page.run("document.documentElement.scrollWidth") == 390
 
 
+def test_figures_are_in_sight_where_formats_differ(page: Page, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    rows = [row(name, chance) for name in layer_names(2)]
+    group = "fp4, groups of 16, under a global scale"
+    rows[0] |= {"weights": group, "activations": f"{group}, dynamic group scales"}
+    page.open(write_report(write_run(tmp_path / "out", rows)))
+    heads = page.texts("#table th")
+    assert {"weights", "inputs"} <= set(heads)
+    ends = page.run("[...document.querySelectorAll('#table th')].map(each => each.getBoundingClientRect().right)")
+    edge = page.run("document.querySelector('.scroll').getBoundingClientRect().right")
+    seen = [head for head, end in zip(heads, ends, strict=True) if end <= edge]
+    assert {"bits", "output dB", "weight dB", "gain dB", "above best", "tokens"} <= set(seen)
+
+
+def test_depths_are_whole_numbers(page: Page, tmp_path: Path) -> None:
+    page.open(written(tmp_path / "out", layer_names(6)[7:]))
+    assert page.texts("#above .xtick text") == ["1", "2", "3", "4", "5"]
+
+
 def test_a_checkpoint_without_figures_is_a_table(page: Page, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out", [{"name": "model.layers.0.up_proj"}], has_pictures=False)
     page.open(write_report(folder))

@@ -287,6 +287,25 @@ def test_what_eval_found_is_shown_as_far_as_it_goes(tmp_path):
     assert "How much of the model is left" not in words_of(page_of(read_folder(folder)))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_samples": 16, "num_tokens": 4080}, "16 samples, 4,080 tokens"),
+        ({"model": "elsewhere/S4"}, "elsewhere/S4"),
+        (
+            {"model": "S4<b>", "against": "M", "num_samples": 16, "num_tokens": 4080},
+            "S4<b> beside M: 16 samples, 4,080 tokens",
+        ),
+        ({"model": 3, "num_samples": "many", "num_tokens": None}, None),
+    ],
+)
+def test_the_page_tells_what_was_evaluated(given, said, tmp_path):
+    folder = write_run(tmp_path / "out", rows(*layer_names(1)))
+    page = words_of(page_of(read_folder(folder, evaluation=EVALUATION | given)))
+    assert said in page if said else "measured on" not in page
+    assert not Evaluated.of(given).has_any
+
+
 def test_numbers_have_as_many_digits_as_they_deserve():
     assert [Measured(*each).in_words for each in ((0.03124, 0.0004), (8.1, None), (12345.6, 120.0), (0.5, 0.0))] == [
         *("0.03124 ± 0.00040", "8.1", "12346 ± 120", "0.5000 ± 0.0000"),

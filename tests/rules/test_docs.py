@@ -170,7 +170,9 @@ def test_the_quickstart_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest
             text = subprocess.run([sys.executable, *words[1 : words.index(">")]], capture_output=True, check=True)
             (tmp_path / words[words.index(">") + 1]).write_bytes(text.stdout)
         else:
-            assert CliRunner().invoke(app, words[1:]).exit_code == 0, words
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, words
+            assert not re.search("^note ", result.output, re.MULTILINE), f"{words}: a newcomer is told off"
     for folder in ("OUT", "BEST"):
         assert (tmp_path / folder / "model.safetensors").is_file()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.std import tqdm
+from transformers.utils import logging as transformers_logging
 
 from scalewright.checkpoint.loading import config_and_class, loading, read_weights, some_of, without_bars
 
@@ -36,7 +37,7 @@ def load_checkpoint(
                 asked = str(dtype).removeprefix("torch.")
                 notes.append(f"{model}: its format is read as bfloat16, so it is not run in {asked}.")
             dtype = torch.bfloat16
-        with without_all_bars():
+        with without_all_bars(), _without_warnings():
             loaded, unexpected = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code)
     if unexpected:
         notes.append(f"{model}: {len(unexpected)} of its tensors are not read ({some_of(unexpected)}).")
@@ -57,6 +58,17 @@ def without_all_bars() -> Iterator[None]:
             yield
     finally:
         tqdm.__init__ = drawing
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """While inside, transformers warns of nothing: what is missing is an error here, and what is not read a note."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _is_read_as_bf16(config: Any) -> bool:

@@ -1,8 +1,8 @@
 """Whether a checkpoint is whole, and what it says it is: read from its files alone, before anybody loads it.
 
-A checkpoint with a scale missing or doubled loads without a word, and babbles. So every tensor is held against what
-`config.json` says of its layer, and every number against what its format has; and, beside the original, every weight
-against the error that the record of the run claims.
+A checkpoint with a scale missing or doubled loads without a word, and answers worse. So every tensor is held against
+what `config.json` says of its layer, and every number against what its format has; and, beside the original, every
+weight against the error that the record of the run claims.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import typer
 from scalewright.errors import RecipeError
 
 recipe_option = partial(typer.Option, rich_help_panel="What to do")
-data_option = partial(typer.Option, rich_help_panel="Calibration data")
+data_option = partial(typer.Option, rich_help_panel="Data")
 run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Ignore = Annotated[
@@ -137,6 +137,7 @@ class Job:
         from scalewright.sensitivity import measure_sensitivity
 
         self._check_schemes()
+        self._check_measurement()
         return measure_sensitivity(
             self.model,
             self.data,
@@ -165,11 +166,32 @@ class Job:
         """Say no to options that do not go with a choice of schemes."""
         if self.bits is None and self.schemes is None:
             return
-        other = next((f"--{name}" for name in ("scheme", "recipe") if getattr(self, name) is not None), None)
+        other = self._other_way()
         if other is not None:
             raise RecipeError(f"{other}: goes with neither --bits nor --schemes. Keep one way to say what to do.")
         if self.bits is not None and self.schemes is None:
             raise RecipeError("--bits: nothing says which schemes to choose from. Give --schemes, such as W4A16,W8A16.")
+
+    def _check_measurement(self) -> None:
+        """Say no, before layers are measured, to what would do nothing then, or fail afterwards."""
+        from scalewright.calibration.pipelines import check_pipeline
+        from scalewright.checkpoint.memory import in_bytes
+        from scalewright.importance import load_importance
+
+        other = self._other_way()
+        if other is not None:
+            raise RecipeError(f"{other}: what layers lose is measured for --schemes, such as {_SCHEMES}. Give those.")
+        idle = [f"--{name.replace('_', '-')}" for name in ("importance", "positive_scales") if getattr(self, name)]
+        if self.bits is None and idle:
+            raise RecipeError(f"{', '.join(idle)}: no scheme is chosen without --bits. Give those, or leave it out.")
+        check_pipeline(self.pipeline)
+        in_bytes(self.max_memory)
+        if self.importance is not None:
+            load_importance(self.importance)
+
+    def _other_way(self) -> str | None:
+        """The option that says what to do without a choice of schemes."""
+        return next((f"--{name}" for name in ("scheme", "recipe") if getattr(self, name) is not None), None)
 
 
 _SCHEMES = "W4A16,W8A16"  # what `plan --sensitivity` measures unless it is told

@@ -41,6 +41,8 @@ class Evaluated:
     """Of what the model writes."""
     curve: list[dict[str, float]] = field(default_factory=list)
     """KL, its error and agreement by position."""
+    measured_on: str = field(default="", compare=False)
+    """Which model, and how much data: an evaluation may be of another checkpoint than the page. No figure by itself."""
 
     @property
     def has_any(self) -> bool:
@@ -61,6 +63,7 @@ class Evaluated:
             _measured(found.get("agreement")),
             verdict if isinstance(verdict, str) else "",
             _curve(found.get("positions")),
+            _measured_on(found),
         )
 
 
@@ -81,6 +84,13 @@ def _measured(found: Any) -> Measured | None:
     value, error = (found.get("value"), found.get("error")) if isinstance(found, dict) else (found, None)
     number = _number(value)
     return None if number is None else Measured(number, _number(error))
+
+
+def _measured_on(found: Mapping[str, Any]) -> str:
+    """`OUT beside MODEL: 16 samples, 4,080 tokens`, as far as it is known."""
+    names = " beside ".join(each for key in ("model", "against") if isinstance(each := found.get(key), str))
+    counts = ((key, _number(found.get(f"num_{key}"))) for key in ("samples", "tokens"))
+    return ": ".join(filter(None, (names, ", ".join(f"{each:,.0f} {key}" for key, each in counts if each is not None))))
 
 
 def _curve(found: Any) -> list[dict[str, float]]:

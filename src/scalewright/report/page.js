@@ -188,7 +188,7 @@
     draw("above", [...by].map(([row, some]) => ({
       type: "scatter", mode: "markers", name: plain(row), x: some.map(x), y: some.map((number) => 100 * columns.above_optimum[number]), marker: { size: 8, opacity: 0.85 },
       text: some.map((number) => plain(columns.name[number])), hovertemplate: "<b>%{text}</b><br>%{y:.2f} % above the optimum<extra></extra>",
-    })), { showlegend: by.size <= 16, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, xaxis: axis({ title: { text: "depth", standoff: 8 }, zeroline: false }), yaxis: axis({ title: { text: "% above the optimum", standoff: 8 }, rangemode: "tozero" }) });
+    })), { showlegend: by.size <= 16, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, xaxis: axis({ title: { text: "depth", standoff: 8 }, zeroline: false, ...(depths.length <= 16 ? { dtick: 1 } : {}) }), yaxis: axis({ title: { text: "% above the optimum", standoff: 8 }, rangemode: "tozero" }) });
   }
 
   const experts = numbers.filter((number) => isKnown(columns.expert[number]) && isKnown(columns.num_tokens[number]));
@@ -239,12 +239,14 @@
 
   // ---- the table ----
 
+  const WORDS = ["weights", "activations", "observers"];
   const COLUMNS = [
-    { key: "name", title: "layer" }, { key: "weights", title: "weights" }, { key: "activations", title: "inputs" }, { key: "observers", title: "observers" }, { key: "shape", title: "shape" },
+    { key: "name", title: "layer" }, { key: "shape", title: "shape" },
     { key: "bits", title: "bits", show: fixed(2) }, { key: "output_db", title: "output dB", show: fixed(1) }, { key: "weight_db", title: "weight dB", show: fixed(1) }, { key: "gain_db", title: "gain dB", show: fixed(2) },
     { key: "above_optimum", title: "above best", show: METRICS.above_optimum.show }, { key: "num_tokens", title: "tokens", show: (value) => (isKnown(value) ? value.toLocaleString("en") : "–") },
+    { key: "weights", title: "weights" }, { key: "activations", title: "inputs" }, { key: "observers", title: "observers" }, // long words last, so that figures are in sight
   ].filter(({ key, show }) => key === "name" || columns[key].some((value) => isKnown(value) && value !== "") && (show || new Set(columns[key]).size > 1));
-  const common = ["weights", "activations", "observers"].filter((key) => count && columns[key][0] && !COLUMNS.some((each) => each.key === key))
+  const common = WORDS.filter((key) => count && columns[key][0] && !COLUMNS.some((each) => each.key === key))
     .map((key) => `; ${{ weights: "weights", activations: "inputs", observers: "observers" }[key]} ${columns[key][0]}`).join("");
   const PAGE = 100;
   let [sortedBy, isDown, isWhole] = [null, false, false];
