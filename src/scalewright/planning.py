@@ -68,7 +68,7 @@ class PlanReport:
         """The rest of the plan in a few lines."""
         return [
             f"pipeline   {self.pipeline}: {self.why}",
-            f"weights    {self.bits_per_weight:.2f} bits each in these layers; {len(self.ignored)} layers are ignored",
+            f"weights    {self.bits_per_weight:.2f} bits each in these layers; {_count(self.ignored)} ignored",
             f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then; "
             f"{_in_mb(self.disk_bytes)} of disk on the way",
             f"memory     about {_in_mb(self.peak_bytes)} at the most",
@@ -183,6 +183,10 @@ def _hidden_size(model: nn.Module) -> int:
     config = getattr(model, "config", None)
     find = (getattr(each, "hidden_size", 0) for each in (config, getattr(config, "text_config", None)))
     return next((int(each) for each in find if each), 0)
+
+
+def _count(names: Sequence[str]) -> str:
+    return "1 layer is" if len(names) == 1 else f"{len(names)} layers are"
 
 
 def _in_mb(num_bytes: float) -> str:
