@@ -160,6 +160,16 @@ def test_a_tied_head_stays_tied(tmp_path):
     assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=torch.float32, tolerance=1e-5)
 
 
+def test_settings_of_generation_are_written_as_they_were_read(tmp_path):
+    """Many models are published with a temperature and without do_sample, which transformers reads and does not save."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    settings = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    oneshot(tmp_path / "model", scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {name: written.get(name) for name in settings} == settings
+
+
 def test_a_folder_that_is_there_is_left_alone_unless_it_may_be_replaced(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def save_checkpoint(
         # transformers knows by which names a model is stored. It is given stand-ins for all that is in files already.
         state, stored = _with_stand_ins(model, layers, keep, place_of)
         if isinstance(model, transformers.PreTrainedModel):
-            model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
+            with _settings_apart(model, draft):
+                model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
             save_file({name: each.contiguous() for name, each in state.items()}, draft / "model.safetensors")
         whole = draft / "model.safetensors"
@@ -93,6 +95,26 @@ def save_checkpoint(
         _write_config(model, draft)
         for name, text in files.items():
             (draft / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _settings_apart(model: transformers.PreTrainedModel, draft: Path) -> Iterator[None]:
+    """Inside a model is saved. Its settings for generation are written as they are.
+
+    transformers reads what it would not write (a temperature without `do_sample`), and such models are many.
+    """
+    given = getattr(model, "generation_config", None)
+    if given is None:
+        yield
+        return
+    model.generation_config = transformers.GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = given
+    written = draft / "generation_config.json"
+    if written.exists():
+        given.to_json_file(written, keys_to_pop=["compile_config"])
 
 
 def _with_stand_ins(
