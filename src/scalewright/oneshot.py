@@ -204,7 +204,7 @@ def oneshot(
     _check_names(pipeline, dtype, device)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
-    ranks.on_first(partial(_check_output, out, overwrite=overwrite))
+    ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
     mapped, source = _files_for(model, out, device), SourceFiles.of(model)
     with clock("load"), _lying_in(mapped):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
@@ -238,7 +238,7 @@ def oneshot(
     with ExitStack() as stack:
         settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
         print_of = partial(fingerprint_of, source, loaded, parsed, batches, files, settings)
-        ranks.on_first(partial(_check_output, out, plans, overwrite=overwrite))
+        ranks.on_first(partial(_check_output, out, plans, source=model, overwrite=overwrite))
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
         streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
@@ -301,10 +301,10 @@ def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
     check_device(device)
 
 
-def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, overwrite: bool) -> None:
+def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, source: Any, overwrite: bool) -> None:
     if out is not None:
         size, kept = bytes_after(plans) if plans else (0, 0)
-        check_output(out, overwrite=overwrite, num_bytes=size, kept_bytes=kept)
+        check_output(out, overwrite=overwrite, source=source, num_bytes=size, kept_bytes=kept)
 
 
 def _files_for(
@@ -313,7 +313,7 @@ def _files_for(
     """Where the weights will lie if the model is not to be in memory: it is read from files, and written to others."""
     if out is None or isinstance(model, nn.Module) or not can_map() or torch.device(device or "cpu").type != "cpu":
         return None
-    return MappedFiles(Scratch(disk_of(out)))
+    return MappedFiles(Scratch(disk_of(out.resolve())))
 
 
 def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:

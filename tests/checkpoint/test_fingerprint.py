@@ -37,7 +37,10 @@ def new_bytes(folder):
 CHANGES = {
     "has changed": ("model.safetensors", new_bytes),
     "is gone": ("generation_config.json", lambda folder: (folder / "generation_config.json").unlink()),
-    "is new": ("more.safetensors", lambda folder: (folder / "more.safetensors").write_bytes(b"")),
+    "is new": (
+        "more.safetensors",
+        lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors"),
+    ),
 }
 
 

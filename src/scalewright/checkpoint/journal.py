@@ -94,7 +94,7 @@ class Journal:
     @contextmanager
     def checkpoint(self) -> Iterator[Path]:
         """An empty folder to write the checkpoint to, which becomes `out` when all went well."""
-        draft, old = self.folder / _CHECKPOINT, self.folder / _OLD
+        draft, old, out = self.folder / _CHECKPOINT, self.folder / _OLD, self.out.resolve()
         with self._failing_in_words():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
@@ -102,14 +102,14 @@ class Journal:
             if time.monotonic() > self._began + _SYNC_SECONDS:
                 for each in draft.iterdir():
                     _sync(each)
-            if self.out.exists():
+            if out.exists():
                 shutil.rmtree(old, ignore_errors=True)
-                self.out.rename(old)
+                out.rename(old)
             try:
-                draft.rename(self.out)
+                draft.rename(out)
             except OSError:
                 if old.exists():
-                    old.rename(self.out)
+                    old.rename(out)
                 raise
         with suppress(OSError):  # what cannot be taken away does no harm without the journal
             (self.folder / _JOURNAL).unlink()
@@ -147,8 +147,9 @@ class Journal:
 
 
 def partial_of(out: Path) -> Path:
-    """The folder of a run that is to write `out`."""
-    return out.absolute().parent / f"{out.name}.partial"
+    """The folder of a run that is to write `out`, or what that is a link to."""
+    where = out.resolve()
+    return where.parent / f"{where.name}.partial"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -217,9 +218,10 @@ def loading(model: str | Path) -> Iterator[None]:
 
 def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     """Why a model cannot be loaded, in words."""
-    if isinstance(model, Path) or "/" not in str(model).strip("/") or Path(model).exists() or str(model)[0] in "./~":
+    is_there = os.path.exists(model)  # unlike Path, it bears a name that is too long
+    if isinstance(model, Path) or "/" not in str(model).strip("/") or is_there or str(model)[0] in "./~":
         path = Path(model)
-        if not path.exists():
+        if not is_there:
             return ModelError(f"{model}: there is no such folder, and no model of that name could be loaded.")
         if not (path / "config.json").exists():
             return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")

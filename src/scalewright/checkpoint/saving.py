@@ -41,17 +41,29 @@ def disk_of(path: Path) -> Path:
     return parent
 
 
-def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0, kept_bytes: int = 0) -> None:
+def check_output(
+    path: Path, *, overwrite: bool, source: Any = None, num_bytes: int = 0, kept_bytes: int = 0
+) -> None:
     """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
 
-    `kept_bytes` are those of finished layers, which are kept in `OUT.partial` until the checkpoint is complete.
+    `source` is the model as the user gave it. `kept_bytes` are those of finished layers, which are kept in
+    `OUT.partial` until the checkpoint is complete.
     """
-    if path.exists() and not path.is_dir():
+    try:
+        where, _, is_there = path.resolve(), partial_of(path).exists(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; links that lead to each other
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"{path}: cannot be a folder ({reason}). Give another name.") from None
+    if is_there and not path.is_dir():
         raise OutputError(f"{path}: is a file. Give a folder.")
-    if path.exists() and any(path.iterdir()) and not overwrite:
+    if is_there and any(path.iterdir()) and not overwrite:
         raise OutputError(f"{path}: exists already and is not empty. Give another folder, or overwrite.")
-    parent = disk_of(path)
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if is_there and Path.cwd().is_relative_to(where):
+        raise OutputError(f"{path}: you are in it, and it would be replaced. Give another folder.")
+    if isinstance(source, str | Path) and os.path.isdir(source) and Path(source).resolve().is_relative_to(where):
+        raise OutputError(f"{path}: the model is in it, and would be lost. Give another folder.")
+    parent = disk_of(where)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: {parent} cannot be written to.")
     begun = sum(file.stat().st_size for file in partial_of(path).glob("*") if file.is_file())
     free = shutil.disk_usage(parent).free + begun  # what a run has kept so far, the next one need not

@@ -103,7 +103,8 @@ def failing_politely(out: Path | None = None, *, is_quiet: Callable[[], bool] = 
     except KeyboardInterrupt:
         if is_quiet():
             raise typer.Exit(1) from None
-        partial_folder = None if out is None else out.with_name(f"{out.name}.partial")
+        where = None if out is None else out.resolve()
+        partial_folder = None if where is None else where.parent / f"{where.name}.partial"
         if partial_folder is not None and partial_folder.exists():
             say(
                 f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",
