@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +31,12 @@ from scalewright.errors import OutputError
 
 _JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
 _SYNC_SECONDS = 30.0
+_CHUNK = 1 << 22
+_LINES: dict[str, dict[str, type]] = {
+    "fingerprint": {"fingerprint": dict},
+    "layer": {"layer": str, "file": str, "bytes": int, "digest": str, "record": dict},
+    "forget": {"forget": list},
+}
 
 Fingerprint = Mapping[str, str]
 """What must be the same for a run to go on, by what it is called in messages: the model, the recipe, ..."""
@@ -57,7 +64,13 @@ class Journal:
         with self._failing_in_words():
             save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
             draft.rename(file)
-            entry = {"layer": name, "file": file.name, "bytes": file.stat().st_size, "record": dict(record)}
+            entry = {
+                "layer": name,
+                "file": file.name,
+                "bytes": file.stat().st_size,
+                "digest": _digest(file),
+                "record": dict(record),
+            }
             self._append(entry)
             self.entries[name] = entry
             self._sync_now_and_then(file)
@@ -84,11 +97,11 @@ class Journal:
         entry = self.entries[name]
         file = self.folder / Path(entry["file"]).name
         size = file.stat().st_size if file.exists() else 0
+        again = f"Delete {self.folder} and run again, or use restart."
         if size != entry["bytes"]:
-            raise OutputError(
-                f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. Delete {self.folder} and run "
-                "again, or use restart."
-            )
+            raise OutputError(f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. {again}")
+        if _digest(file) != entry["digest"]:
+            raise OutputError(f"{file}: has other bytes than were written. {again}")
         return Part(file)
 
     @contextmanager
@@ -172,7 +185,7 @@ def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterat
             journal = Journal(folder, out)
             journal._append({"fingerprint": dict(fingerprint)})
         else:
-            _compare(folder, entries[0].get("fingerprint", {}), fingerprint)
+            _compare(folder, entries[0]["fingerprint"], fingerprint)
             journal = Journal(folder, out)
             for entry in entries[1:]:
                 journal._take(entry)
@@ -199,7 +212,11 @@ def _make_parents(folder: Path) -> list[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with (folder / _LOCK).open("a") as lock:
+    try:
+        lock = (folder / _LOCK).open("a")
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written to ({error.strerror}). Move it, or give another OUT.") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -217,15 +234,27 @@ def _read(folder: Path) -> list[dict[str, Any]] | None:
     for line in raw.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
+        entry = _entry(line)
+        if entry is None or ("fingerprint" in entry) is bool(entries):
             number = len(entries) + 1
-            raise OutputError(f"{file}:{number}: is damaged. Delete {folder} and run again, or use restart.") from None
+            raise OutputError(f"{file}:{number}: is damaged. Delete {folder} and run again, or use restart.")
+        entries.append(entry)
         whole += len(line)
     if whole < len(raw):
         os.truncate(file, whole)
     return entries or None
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is none of ours."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = next((kinds for key, kinds in _LINES.items() if isinstance(found, dict) and key in found), None)
+    if known is None or not all(isinstance(found.get(key), kind) for key, kind in known.items()):
+        return None
+    return found if all(isinstance(name, str) for name in found.get("forget", ())) else None
 
 
 def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
@@ -235,6 +264,15 @@ def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
             f"{folder}: was begun with another {' and another '.join(changed)}. Run it as before to go on, or use "
             "restart to begin anew."
         )
+
+
+def _digest(file: Path) -> str:
+    """Of all bytes of a file."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
