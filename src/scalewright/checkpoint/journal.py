@@ -79,7 +79,8 @@ class Journal:
     def forget(self, names: Iterable[str]) -> None:
         """Layers that were finished are not finished after all."""
         names = [name for name in names if name in self.entries]
-        self._append({"forget": names})
+        with self._failing_in_words():
+            self._append({"forget": names})
         for name in names:
             del self.entries[name]
 
@@ -135,9 +136,9 @@ class Journal:
             yield
         except (OSError, SafetensorError) as error:
             reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+            kept = f"Finished layers are kept in {self.folder}. " if self.entries else ""
             raise OutputError(
-                f"{self.out}: cannot be written ({reason}). Finished layers are kept in {self.folder}. Mend that, and "
-                "run the same again to go on."
+                f"{self.out}: cannot be written ({reason}). {kept}Mend that, and run the same again to go on."
             ) from error
 
     def _take(self, entry: dict[str, Any]) -> None:
@@ -175,22 +176,24 @@ def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterat
     is_ours = (folder / _JOURNAL).is_file() or (folder / _LOCK).is_file()
     if folder.exists() and not is_ours and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: is in the way, and no run of ours began it. Move it, or give another OUT.")
-    made = _make_parents(folder)
+    with _beginning(folder):
+        made = _make_parents(folder)
     with _locked(folder):
-        if restart:
-            for each in [each for each in folder.iterdir() if each.name != _LOCK]:
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
-        entries = _read(folder)
-        if entries is None:
-            journal = Journal(folder, out)
-            journal._append({"fingerprint": dict(fingerprint)})
-        else:
+        journal = Journal(folder, out)
+        with _beginning(folder):
+            if restart:
+                for each in [each for each in folder.iterdir() if each.name != _LOCK]:
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+            entries = _read(folder)
+        if entries is not None:
             _compare(folder, entries[0]["fingerprint"], fingerprint)
-            journal = Journal(folder, out)
             for entry in entries[1:]:
                 journal._take(entry)
             journal._number = len(entries) - 1
         try:
+            if entries is None:
+                with _beginning(folder):
+                    journal._append({"fingerprint": dict(fingerprint)})
             yield journal
         finally:
             if folder.exists() and not journal.entries:
@@ -211,11 +214,20 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _beginning(folder: Path) -> Iterator[None]:
+    """Inside the folder is made ready; nothing is lost if that cannot be."""
     try:
-        lock = (folder / _LOCK).open("a")
+        yield
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be written to ({error.strerror}). Move it, or give another OUT.") from None
+        raise OutputError(
+            f"{folder}: cannot be written to ({error.strerror or error}). Mend that, or give another OUT."
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with _beginning(folder):
+        lock = (folder / _LOCK).open("a")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
