@@ -302,6 +302,13 @@ def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
     assert message == f"{name}: there is no such folder, and no model of that name could be loaded."
 
 
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_no_generator_takes_is_refused(seed, model, tmp_path):
+    words = ("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--seed", seed)
+    assert "Invalid value for '--seed'" in invoke(*words, code=2).stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_folder_without_a_model(tmp_path):
     message = error_of("plan", tmp_path, "--scheme", "W4A16")
     assert message.endswith("there is no config.json in it. Give the folder of a Hugging Face model.")

@@ -44,7 +44,8 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 def check_device(device: str | torch.device | None) -> None:
     """Say no to a device that is not there."""
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=device).is_meta:
+            raise NotImplementedError("it has no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
