@@ -31,6 +31,7 @@ from scalewright.checkpoint.loading import (
     load_model,
     samples_for,
     sequence_length,
+    unread_tokenizer,
 )
 from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
@@ -213,6 +214,7 @@ def oneshot(
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
     notes, layers, samples, bytes_before = _Notes(strict), list[QuantizedLayer](), None, _bytes_of(loaded)
+    notes.add(unread_tokenizer(model, companions) if tokenizer is None else [])
     stages = [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):

@@ -149,6 +149,14 @@ def test_a_link_that_leads_nowhere_does_no_harm_where_nobody_reads_it(folder, tm
         oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "other")
 
 
+@pytest.mark.parametrize("text", ["garbage", "{}", "[" * 100_000, ""])
+def test_a_tokenizer_that_cannot_be_loaded_is_a_note(text, folder, tmp_path):
+    assert oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "none").notes == []
+    (folder / "tokenizer.json").write_text(text)
+    result = oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    assert result.notes == [f"{folder / 'tokenizer.json'}: cannot be loaded, so the checkpoint has no tokenizer."]
+
+
 def test_a_name_that_no_file_system_takes_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="there is no such folder|cannot be loaded"):
         oneshot("x" * 300, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")

@@ -21,6 +21,7 @@ from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FEW = 3
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @contextmanager
@@ -127,11 +128,19 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
     if not name:
         return []
     for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
-        with suppress(OSError, ValueError, KeyError, AttributeError, ImportError, TypeError):
+        with suppress(Exception):  # files of strangers make each reader fail in its own way
             return [auto.from_pretrained(name, trust_remote_code=trust_remote_code)]
     if tokenizer is not None:
         raise ModelError(f"{tokenizer}: there is no tokenizer that could be loaded.")
     return []
+
+
+def unread_tokenizer(model: Any, companions: Sequence[Any]) -> list[str]:
+    """A note where a folder has a tokenizer, and it could not be loaded."""
+    if companions or not isinstance(model, str | Path):
+        return []
+    file = next((each for name in _TOKENIZERS if (each := Path(model) / name).is_file()), None)
+    return [] if file is None else [f"{file}: cannot be loaded, so the checkpoint has no tokenizer."]
 
 
 def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions: Sequence[Any]) -> Samples:
