@@ -98,14 +98,15 @@ class Result:
             )
         with journal_for(folder, {"model": "in memory"}, restart=True) as journal:
             if source is None:
-                self._write(journal, SourceFiles.of(self.in_memory))
+                self._write(journal, SourceFiles.of(self.in_memory), overwrite=overwrite)
             else:
                 with journal.checkpoint() as draft:
                     shutil.copytree(source, draft, dirs_exist_ok=True)
                     check_draft(draft, journal.out)
+                    check_output(folder, overwrite=overwrite)
         return folder
 
-    def _write(self, journal: Journal, source: SourceFiles) -> None:
+    def _write(self, journal: Journal, source: SourceFiles, *, overwrite: bool) -> None:
         def keep(layer: QuantizedLayer) -> Part:
             if isinstance(layer.compressed, Part):
                 return layer.compressed
@@ -117,6 +118,7 @@ class Result:
             RUN_FILE: json.dumps(told, indent=2),
             PICTURES_FILE: pictures_text(self.layers),
         }
+        source.check_unchanged()  # before parts of it are copied, and afterwards
         with journal.checkpoint() as draft:
             save_checkpoint(
                 self.in_memory,
@@ -129,6 +131,7 @@ class Result:
             )
             source.check_unchanged()
             check_draft(draft, journal.out)
+            check_output(journal.out, overwrite=overwrite)  # somebody may have put something there meanwhile
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""
@@ -277,7 +280,7 @@ def oneshot(
         if journal is not None:
             with clock("save"):
                 on_step("writing", str(out), 0, 1)
-                result._write(journal, source)
+                result._write(journal, source, overwrite=overwrite)
         ranks.meet()
     return result
 
