@@ -309,7 +309,9 @@ def test_a_seed_that_no_generator_takes_is_refused(seed, model, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["verify"], ["report"], ["observe", "--merge"], ["importance", "--merge", "--out", "x"]])
+@pytest.mark.parametrize(
+    "words", [["verify"], ["report"], ["observe", "--merge"], ["importance", "--merge", "--out", "x"]]
+)
 def test_a_name_that_is_too_long_is_said(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert error_of(*words, "x" * 300) == f"{'x' * 300}: is too long for a name."

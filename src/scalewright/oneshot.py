@@ -216,9 +216,8 @@ def oneshot(
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    notes, layers, samples, bytes_before = _Notes(strict), list[QuantizedLayer](), None, _bytes_of(loaded)
-    notes.add(unread_tokenizer(model, companions) if tokenizer is None else [])
-    stages = [stage.modifiers for stage in parsed.stages]
+    notes, bytes_before = _Notes(strict, unread_tokenizer(model, tokenizer, companions)), _bytes_of(loaded)
+    layers, samples, stages = list[QuantizedLayer](), None, [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):
         plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
@@ -385,9 +384,10 @@ def _row(layer: QuantizedLayer) -> dict[str, Any]:
 class _Notes:
     """What the user should know; errors if `strict`."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, first: Sequence[str]) -> None:
         self.all: list[str] = []
         self._strict = strict
+        self.add(first)
 
     def add(self, notes: Sequence[str]) -> None:
         if self._strict and notes:

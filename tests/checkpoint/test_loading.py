@@ -158,7 +158,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_a_note(text, folder, tmp_path):
 
 
 def test_a_name_that_no_file_system_takes_is_no_model(tmp_path):
-    with pytest.raises(ModelError, match="there is no such folder|cannot be loaded"):
+    with pytest.raises(ModelError, match="there is no such folder"):
         oneshot("x" * 300, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
 
 

@@ -161,7 +161,7 @@ def test_a_tied_head_stays_tied(tmp_path):
 
 
 def test_settings_of_generation_are_written_as_they_were_read(tmp_path):
-    """Many models are published with a temperature and without do_sample, which transformers reads and does not save."""
+    """Many models have a temperature and no do_sample, which transformers reads and does not save."""
     tiny_llama().save_pretrained(tmp_path / "model")
     settings = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))

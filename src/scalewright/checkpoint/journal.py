@@ -241,7 +241,7 @@ def _read(folder: Path) -> list[dict[str, Any]] | None:
     file = folder / _JOURNAL
     if not file.exists():
         return None
-    whole, entries = 0, []
+    whole, entries = 0, list[dict[str, Any]]()
     raw = file.read_bytes()
     for line in raw.splitlines(keepends=True):
         if not line.endswith(b"\n"):

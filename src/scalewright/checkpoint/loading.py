@@ -135,9 +135,9 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
     return []
 
 
-def unread_tokenizer(model: Any, companions: Sequence[Any]) -> list[str]:
-    """A note where a folder has a tokenizer, and it could not be loaded."""
-    if companions or not isinstance(model, str | Path):
+def unread_tokenizer(model: Any, tokenizer: Any, companions: Sequence[Any]) -> list[str]:
+    """A note where a folder has a tokenizer, no other was given, and it could not be loaded."""
+    if companions or tokenizer is not None or not isinstance(model, str | Path):
         return []
     file = next((each for name in _TOKENIZERS if (each := Path(model) / name).is_file()), None)
     return [] if file is None else [f"{file}: cannot be loaded, so the checkpoint has no tokenizer."]

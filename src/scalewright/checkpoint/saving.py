@@ -41,9 +41,7 @@ def disk_of(path: Path) -> Path:
     return parent
 
 
-def check_output(
-    path: Path, *, overwrite: bool, source: Any = None, num_bytes: int = 0, kept_bytes: int = 0
-) -> None:
+def check_output(path: Path, *, overwrite: bool, source: Any = None, num_bytes: int = 0, kept_bytes: int = 0) -> None:
     """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
 
     `source` is the model as the user gave it. `kept_bytes` are those of finished layers, which are kept in
@@ -119,7 +117,7 @@ def _settings_apart(model: transformers.PreTrainedModel, draft: Path) -> Iterato
     if given is None:
         yield
         return
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
