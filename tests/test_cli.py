@@ -302,6 +302,21 @@ def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
     assert message == f"{name}: there is no such folder, and no model of that name could be loaded."
 
 
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_no_generator_takes_is_refused(seed, model, tmp_path):
+    words = ("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", "--seed", seed)
+    assert "Invalid value for '--seed'" in invoke(*words, code=2).stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [["verify"], ["report"], ["observe", "--merge"], ["importance", "--merge", "--out", "x"]]
+)
+def test_a_name_that_is_too_long_is_said(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert error_of(*words, "x" * 300) == f"{'x' * 300}: is too long for a name."
+
+
 def test_a_folder_without_a_model(tmp_path):
     message = error_of("plan", tmp_path, "--scheme", "W4A16")
     assert message.endswith("there is no config.json in it. Give the folder of a Hugging Face model.")

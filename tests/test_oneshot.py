@@ -113,6 +113,11 @@ def test_a_layer_that_saw_nothing_is_named():
     )
 
 
+def test_a_device_without_values_is_refused():
+    message = refused(ModelError, scheme="W8A8_DYNAMIC", device="meta")
+    assert message == "device: 'meta' cannot be used here (it has no values). Use cpu, or leave it out."
+
+
 def test_a_device_that_is_not_there_is_refused():
     message = refused(ModelError, scheme="W8A8_DYNAMIC", device="nowhere")
     assert message.startswith("device: 'nowhere' cannot be used here (")

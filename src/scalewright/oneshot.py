@@ -31,6 +31,7 @@ from scalewright.checkpoint.loading import (
     load_model,
     samples_for,
     sequence_length,
+    unread_tokenizer,
 )
 from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
@@ -97,14 +98,15 @@ class Result:
             )
         with journal_for(folder, {"model": "in memory"}, restart=True) as journal:
             if source is None:
-                self._write(journal, SourceFiles.of(self.in_memory))
+                self._write(journal, SourceFiles.of(self.in_memory), overwrite=overwrite)
             else:
                 with journal.checkpoint() as draft:
                     shutil.copytree(source, draft, dirs_exist_ok=True)
                     check_draft(draft, journal.out)
+                    check_output(folder, overwrite=overwrite)
         return folder
 
-    def _write(self, journal: Journal, source: SourceFiles) -> None:
+    def _write(self, journal: Journal, source: SourceFiles, *, overwrite: bool) -> None:
         def keep(layer: QuantizedLayer) -> Part:
             if isinstance(layer.compressed, Part):
                 return layer.compressed
@@ -116,6 +118,7 @@ class Result:
             RUN_FILE: json.dumps(told, indent=2),
             PICTURES_FILE: pictures_text(self.layers),
         }
+        source.check_unchanged()  # before parts of it are copied, and afterwards
         with journal.checkpoint() as draft:
             save_checkpoint(
                 self.in_memory,
@@ -128,6 +131,7 @@ class Result:
             )
             source.check_unchanged()
             check_draft(draft, journal.out)
+            check_output(journal.out, overwrite=overwrite)  # somebody may have put something there meanwhile
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as plain data."""
@@ -204,7 +208,7 @@ def oneshot(
     _check_names(pipeline, dtype, device)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
-    ranks.on_first(partial(_check_output, out, overwrite=overwrite))
+    ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
     mapped, source = _files_for(model, out, device), SourceFiles.of(model)
     with clock("load"), _lying_in(mapped):
         on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
@@ -212,8 +216,8 @@ def oneshot(
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         on_step("loading", type(loaded).__name__, 1, 1)
     torch.manual_seed(seed)
-    notes, layers, samples, bytes_before = _Notes(strict), list[QuantizedLayer](), None, _bytes_of(loaded)
-    stages = [stage.modifiers for stage in parsed.stages]
+    notes, bytes_before = _Notes(strict, unread_tokenizer(model, tokenizer, companions)), _bytes_of(loaded)
+    layers, samples, stages = list[QuantizedLayer](), None, [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):
         plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
@@ -238,7 +242,7 @@ def oneshot(
     with ExitStack() as stack:
         settings = [pipeline, sequential_targets, moe_calibrate_all_experts, seed]
         print_of = partial(fingerprint_of, source, loaded, parsed, batches, files, settings)
-        ranks.on_first(partial(_check_output, out, plans, overwrite=overwrite))
+        ranks.on_first(partial(_check_output, out, plans, source=model, overwrite=overwrite))
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
         streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
@@ -275,7 +279,7 @@ def oneshot(
         if journal is not None:
             with clock("save"):
                 on_step("writing", str(out), 0, 1)
-                result._write(journal, source)
+                result._write(journal, source, overwrite=overwrite)
         ranks.meet()
     return result
 
@@ -301,10 +305,10 @@ def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
     check_device(device)
 
 
-def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, overwrite: bool) -> None:
+def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, source: Any, overwrite: bool) -> None:
     if out is not None:
         size, kept = bytes_after(plans) if plans else (0, 0)
-        check_output(out, overwrite=overwrite, num_bytes=size, kept_bytes=kept)
+        check_output(out, overwrite=overwrite, source=source, num_bytes=size, kept_bytes=kept)
 
 
 def _files_for(
@@ -313,7 +317,7 @@ def _files_for(
     """Where the weights will lie if the model is not to be in memory: it is read from files, and written to others."""
     if out is None or isinstance(model, nn.Module) or not can_map() or torch.device(device or "cpu").type != "cpu":
         return None
-    return MappedFiles(Scratch(disk_of(out)))
+    return MappedFiles(Scratch(disk_of(out.resolve())))
 
 
 def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:
@@ -380,9 +384,10 @@ def _row(layer: QuantizedLayer) -> dict[str, Any]:
 class _Notes:
     """What the user should know; errors if `strict`."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, first: Sequence[str]) -> None:
         self.all: list[str] = []
         self._strict = strict
+        self.add(first)
 
     def add(self, notes: Sequence[str]) -> None:
         if self._strict and notes:

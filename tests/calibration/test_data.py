@@ -724,7 +724,12 @@ WHAT_A_SAMPLE_IS = "A sample is text, chat messages or token ids."
         ("", "data: '' is neither a file nor a dataset. Give texts as a list of them."),
         ("w1 w2", "data: 'w1 w2' is neither a file nor a dataset. Give texts as a list of them."),
         ({"input_ids": [[1], [2]], "attention_mask": [[1]]}, "data: columns have 2 and 1 rows."),
+        ({"input_ids": [[1], [2]], "attention_mask": 3}, "data: its column 'attention_mask' is int, and no list."),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "data: sample 1 has 2 token ids and a mask of 1."),
+        ([{"input_ids": [1, 2], "attention_mask": 1}], "data: sample 1 has a mask that is int, and no list."),
+        ([{"input_ids": 1, "attention_mask": 1}], f"data: sample 1 is int. {WHAT_A_SAMPLE_IS}"),
+        ({"text": {"a": ["w1"]}}, f"data: sample 1 is dict. {WHAT_A_SAMPLE_IS}"),
+        (["w1 \ud800"], "data: sample 1 has half of a character in it (\\ud800), which no tokenizer can read."),
     ],
 )
 def test_what_is_no_data_is_named(data, message):
@@ -798,6 +803,10 @@ def test_a_split_that_is_not_there_is_named():
     data = datasets.DatasetDict(training=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS))
     assert error(data) == "data: there is no split 'train'. Did you mean 'training'? Splits: training, test."
     assert load(data, split="test").num_samples == 3
+
+
+def test_more_samples_than_can_be_counted_are_all_there_are():
+    assert load(["w1", "w2"], num_samples=10**30).num_samples == 2
 
 
 @pytest.mark.parametrize("option", ["num_samples", "max_seq_length", "batch_size"])
@@ -893,6 +902,14 @@ def test_broken_json_is_said_with_its_line(tmp_path):
     assert error(write(tmp_path / "d.jsonl", '{"text": "w1"}\n3\n'), num_samples=2) == (
         "d.jsonl: sample 2 is int, and others have columns."
     )
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_that_is_too_much_for_its_reader_is_said(tmp_path, suffix):
+    deep, long = write(tmp_path / f"a{suffix}", "[" * 100_000), write(tmp_path / f"b{suffix}", f"[[{'9' * 5000}]]")
+    where = {".json": "", ".jsonl": ":1"}[suffix]
+    assert error(deep).startswith(f"a{suffix}{where}: not JSON that can be read (maximum recursion depth exceeded")
+    assert error(long).startswith(f"b{suffix}{where}: not JSON that can be read (Exceeds the limit")
 
 
 def test_a_csv_field_that_is_too_long_is_said_with_its_line(tmp_path):

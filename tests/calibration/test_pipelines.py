@@ -18,7 +18,7 @@ from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
 from scalewright.calibration.pipelines import Calibration
 from scalewright.calibration.steps import units_of
 from scalewright.calibration.taps import Masks
-from scalewright.errors import CalibrationError, NonFiniteError
+from scalewright.errors import CalibrationError, DataError, NonFiniteError
 from scalewright.modifiers import layers as layers_module
 from scalewright.modifiers.attention import WatchedAttention
 from scalewright.modifiers.figures import Sample
@@ -481,6 +481,19 @@ def test_a_block_is_not_taken_for_one_whose_name_begins_alike() -> None:
 
 
 # ---- nothing seen, seen twice ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_decoder_that_is_given_nothing_is_said(pipeline: str) -> None:
+    animal = zoo("t5")
+    batches = [{"input_ids": each["input_ids"]} for each in animal.batches]
+    layers = watch(animal.model, scheme_of("W8A8"))
+    with pytest.raises(DataError) as caught:
+        Calibration(animal.model, layers, batches, animal.blocks).run(pipeline)
+    assert str(caught.value) == (
+        "data: T5ForConditionalGeneration writes answers, and there are none in it. Give batches with input_ids and "
+        "decoder_input_ids."
+    )
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from scalewright import oneshot
 from scalewright.checkpoint import journal as journal_module
 from scalewright.checkpoint import saving as saving_module
+from scalewright.checkpoint.outputs import check_output_file, write_file
 from scalewright.errors import OutputError
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.copytree"}
@@ -117,7 +118,7 @@ def test_an_operation_that_fails_loses_nothing(kind, is_there, tmp_path):
         try:
             with DISK.watching(place, fails_at=number):
                 oneshot(make(), output_dir=place / "out", **given)
-        except (OSError, OutputError) as caught:
+        except OutputError as caught:
             error = caught
         if error is not None:
             failed += 1
@@ -148,3 +149,34 @@ def test_a_full_disk_is_said_with_what_to_do(tmp_path):
         f"{out}: cannot be written (No space left on device). Finished layers are kept in {out}.partial. Mend that, "
         "and run the same again to go on."
     )
+
+
+def test_what_waits_in_files_needs_room_too(tmp_path, monkeypatch):
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    llama().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("scalewright.calibration.scratch.tempfile.TemporaryFile", full)
+    data = {"input_ids": torch.arange(2048).remainder(64).reshape(32, 64)}
+    given = {"scheme": "W8A8", "dataset": data, "pipeline": "sequential", "max_memory": 0}
+    with pytest.raises(OutputError) as caught:
+        oneshot(tmp_path / "model", output_dir=tmp_path / "out", batch_size=32, **given)
+    assert str(caught.value) == (
+        f"{tmp_path}: what waits in files there cannot be written (No space left on device). Make room, give more "
+        "memory, or another OUT."
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_single_file_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path):
+    for fails_at in (1, 2):  # opening and renaming; the folder is there
+        with pytest.raises(OutputError) as caught, DISK.watching(tmp_path, fails_at=fails_at):
+            write_file(tmp_path / "a.json", b"{}")
+        assert str(caught.value) == (
+            f"{tmp_path / 'a.json'}: cannot be written (No space left on device). Give another file."
+        )
+        assert not any(tmp_path.iterdir())
+    for length in (241, 300):
+        with pytest.raises(OutputError, match="has a name that is too long"):
+            check_output_file(tmp_path / ("a" * length), overwrite=False)
+    assert write_file(tmp_path / ("a" * 240), b"{}").exists()

@@ -16,7 +16,7 @@ from scalewright.recipe import Recipe
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
     return folder
 
@@ -37,7 +37,10 @@ def new_bytes(folder):
 CHANGES = {
     "has changed": ("model.safetensors", new_bytes),
     "is gone": ("generation_config.json", lambda folder: (folder / "generation_config.json").unlink()),
-    "is new": ("more.safetensors", lambda folder: (folder / "more.safetensors").write_bytes(b"")),
+    "is new": (
+        "more.safetensors",
+        lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors"),
+    ),
 }
 
 
@@ -63,6 +66,39 @@ def test_a_source_that_changes_under_a_run_is_named_and_nothing_is_written(what,
     if what != "is new":
         oneshot(folder, recipe=recipe, output_dir=out, restart=True)
         assert out.is_dir() and not partial_of(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (shutil.rmtree, "config.json"),
+    ],
+    ids=["one file", "all of it"],
+)
+def test_a_source_that_is_lost_before_its_weights_are_copied_is_named(change, name, folder, tmp_path):
+    def on_step(phase, *_):
+        if phase == "writing":
+            change(folder)
+
+    with pytest.raises(ModelError) as caught:
+        oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out", on_step=on_step)
+    assert str(caught.value).startswith(f"{folder / name}: is gone since the run began")
+
+
+def test_what_somebody_puts_in_the_place_of_the_output_meanwhile_is_left_alone(folder, tmp_path):
+    out = tmp_path / "out"
+
+    def on_step(phase, *_):
+        if phase == "writing":
+            out.mkdir(exist_ok=True)
+            (out / "mine.txt").write_text("precious")
+
+    with pytest.raises(OutputError, match="exists already and is not empty"):
+        oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=out, on_step=on_step)
+    assert [each.name for each in out.iterdir()] == ["mine.txt"]
+    oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=out, overwrite=True)
+    assert (out / "config.json").exists() and not partial_of(out).exists()
 
 
 def test_the_same_tokens_in_another_order_are_other_data():

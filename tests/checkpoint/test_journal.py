@@ -82,6 +82,63 @@ def test_a_damaged_part_or_line_is_named(tmp_path):
     assert f"{file}:2: is damaged." in refused(out)
 
 
+@pytest.mark.parametrize("place", ["its beginning", "its end", "all of it"])
+def test_a_part_of_the_same_size_with_other_bytes_is_named(tmp_path, place):
+    """A machine that stopped may have left zeros where bytes were to come."""
+    out = tmp_path / "out"
+    begin(out, "a", "b")
+    part = partial_of(out) / "000001.safetensors"
+    whole = part.read_bytes()
+    zeros = bytes(16)
+    ruined = {"its beginning": zeros + whole[16:], "its end": whole[:-16] + zeros, "all of it": bytes(len(whole))}
+    part.write_bytes(ruined[place])
+    with journal_for(out, PRINT, restart=False) as journal, pytest.raises(OutputError) as caught:
+        journal.part("a")
+    folder = partial_of(out)
+    assert str(caught.value) == (
+        f"{part}: has other bytes than were written. Delete {folder} and run again, or use restart."
+    )
+
+
+def test_two_parts_that_changed_places_are_named(tmp_path):
+    out = tmp_path / "out"
+    begin(out, "a", "b")
+    one, other = (partial_of(out) / f"00000{number}.safetensors" for number in (1, 2))
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with journal_for(out, PRINT, restart=False) as journal:
+        for name in ("a", "b"):
+            with pytest.raises(OutputError, match="has other bytes than were written"):
+                journal.part(name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("123", "null", "[]", '"a"', "[" * 100_000, '{"forget": 5}', '{"forget": [[]]}', '{"layer": ["a"]}'),
+        *('{"layer": "a"}', '{"layer": "a", "file": 3, "bytes": 1, "digest": "x", "record": {}}'),
+        '{"layer": "a", "file": "000001.safetensors", "bytes": 1, "digest": "x", "record": null}',
+    ],
+)
+def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
+    out = tmp_path / "out"
+    begin(out, "a")
+    file = partial_of(out) / "journal.jsonl"
+    whole = file.read_text(encoding="utf-8")
+    for number, text in ((3, f"{whole}{line}\n"), (1, f"{line}\n{whole}")):
+        file.write_text(text, encoding="utf-8")
+        assert refused(out) == f"{file}:{number}: is damaged. Delete {file.parent} and run again, or use restart."
+
+
+def test_what_is_in_the_way_inside_of_the_folder_is_said(tmp_path):
+    out = tmp_path / "out"
+    begin(out, "a")
+    (partial_of(out) / "lock").unlink()
+    (partial_of(out) / "lock").mkdir()
+    assert refused(out).startswith(f"{partial_of(out)}: cannot be written to (Is a directory).")
+
+
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     out = tmp_path / "out"
     partial_of(out).mkdir()

@@ -140,6 +140,28 @@ def test_a_configuration_that_is_none_is_refused(text, folder):
     assert refused(folder).startswith(f"{folder}: cannot be loaded (")
 
 
+def test_a_link_that_leads_nowhere_does_no_harm_where_nobody_reads_it(folder, tmp_path):
+    (folder / "extra.json").symlink_to("nowhere")
+    oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    (folder / FIRST).unlink()
+    (folder / FIRST).symlink_to("nowhere")
+    with pytest.raises(ModelError, match=f"{FIRST}: is missing"):
+        oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "other")
+
+
+@pytest.mark.parametrize("text", ["garbage", "{}", "[" * 100_000, ""])
+def test_a_tokenizer_that_cannot_be_loaded_is_a_note(text, folder, tmp_path):
+    assert oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "none").notes == []
+    (folder / "tokenizer.json").write_text(text)
+    result = oneshot(folder, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    assert result.notes == [f"{folder / 'tokenizer.json'}: cannot be loaded, so the checkpoint has no tokenizer."]
+
+
+def test_a_name_that_no_file_system_takes_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match="there is no such folder"):
+        oneshot("x" * 300, scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+
+
 def test_a_model_that_lacks_a_tensor_is_not_quantised(folder, tmp_path):
     tensors = load_file(folder / FIRST)
     lost = next(name for name in tensors if "proj" in name)

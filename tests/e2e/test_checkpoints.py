@@ -160,6 +160,16 @@ def test_a_tied_head_stays_tied(tmp_path):
     assert_loads_to_the_same(result, tmp_path / "out", ids, dtype=torch.float32, tolerance=1e-5)
 
 
+def test_settings_of_generation_are_written_as_they_were_read(tmp_path):
+    """Many models have a temperature and no do_sample, which transformers reads and does not save."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    settings = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    oneshot(tmp_path / "model", scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {name: written.get(name) for name in settings} == settings
+
+
 def test_a_folder_that_is_there_is_left_alone_unless_it_may_be_replaced(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -170,6 +180,51 @@ def test_a_folder_that_is_there_is_left_alone_unless_it_may_be_replaced(tmp_path
     oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=out, overwrite=True)
     assert not (out / "mine.txt").exists() and (out / "config.json").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("place", ["model", ".", "link"])
+def test_a_folder_that_holds_the_model_is_not_replaced(place, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    with pytest.raises(OutputError, match="the model is in it, and would be lost") as caught:
+        oneshot(tmp_path / "model", scheme="W8A8_DYNAMIC", output_dir=tmp_path / place, overwrite=True)
+    assert str(caught.value).startswith(f"{tmp_path / place}: ")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    oneshot(tmp_path / "model", scheme="W8A8_DYNAMIC", output_dir=tmp_path / "model" / "out.json")
+    assert (tmp_path / "model" / "out.json" / "config.json").exists()
+
+
+@pytest.mark.parametrize("place", [".", "..", "", "../here"])
+def test_the_folder_that_one_is_in_is_not_replaced(place, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputError, match="you are in it, and it would be replaced"):
+        oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=place, overwrite=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["here"] and not any((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_link_as_output_stays_one(is_there, tmp_path):
+    target = tmp_path / "disk" / "there"
+    (target if is_there else target.parent).mkdir(parents=True)
+    (tmp_path / "out").symlink_to(target)
+    oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / "out")
+    assert (tmp_path / "out").is_symlink() and (target / "config.json").exists()
+    assert [each.name for each in target.parent.iterdir()] == ["there"]
+
+
+def test_a_place_that_can_be_no_folder_is_refused_before_any_work(tmp_path):
+    script = tmp_path / "script"
+    script.touch(mode=0o755)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place, reason in {
+        "x" * 300: r"cannot be a folder \(File name too long\)",
+        "x" * 250: r"cannot be a folder \(File name too long\)",
+        "loop": "cannot be a folder",
+        "script/out": "script cannot be written to",
+    }.items():
+        with pytest.raises(OutputError, match=reason):
+            oneshot(tiny_llama(), scheme="W8A8_DYNAMIC", output_dir=tmp_path / place)
 
 
 def test_a_run_whose_writing_failed_goes_on_and_computes_nothing_again(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ is needed; batches that are ready are used as they are. Where rows come from is 
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +37,7 @@ from scalewright.errors import DataError
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _FEW_TOKENS = 2048
 _MUCH_UNKNOWN = 0.02
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
@@ -84,7 +87,7 @@ def _made(source: Source, options: DataOptions, encoder: _Encoder, vocab_size: i
     encoded = (ids for number, sample in _chosen(source, options.seed) if (ids := encoder.ids(number, sample)))
     is_packed = source.is_running if options.pack is None else options.pack
     cut = _packed(encoded, options, encoder) if is_packed else (each[: options.max_seq_length] for each in encoded)
-    found = list(islice(cut, options.num_samples))
+    found = list(islice(cut, min(options.num_samples, sys.maxsize)))
     if not found:
         raise DataError(
             f"{source.name}: {'all its samples are empty' if encoder.has_empty else 'there is nothing in it'}."
@@ -183,6 +186,11 @@ class _Encoder:
         if kind == "token ids":
             return [int(each) for each in sample]
         text = self._chat(number, sample) if kind == "chat messages" else sample
+        if half := _HALF.search(text):
+            raise DataError(
+                f"{self.name}: sample {number} has half of a character in it ({ascii(half[0])[1:-1]}), which no "
+                "tokenizer can read."
+            )
         # Not cut by the tokenizer, which would remember it and be saved so; not verbose, for it warns of long texts.
         found = self._tokenizer(text, add_special_tokens=kind == "text", verbose=False)["input_ids"]
         return [int(each) for each in found]

@@ -38,7 +38,7 @@ from scalewright.calibration.steps import (
     units_of,
 )
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
-from scalewright.errors import RecipeError, did_you_mean
+from scalewright.errors import DataError, RecipeError, ScalewrightError, did_you_mean
 from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
 from scalewright.modifiers.shown import Gallery, See
 from scalewright.numerics.extremes import absmax_of
@@ -428,7 +428,20 @@ class Calibration:
             inputs = copied(inputs)
         if not self._takes_masks:  # what is masked is known to observers all the same
             inputs.pop("attention_mask", None)
-        self.model(**inputs)
+        try:
+            self.model(**inputs)
+        except ValueError as error:
+            if isinstance(error, ScalewrightError) or not self._lacks_answers(inputs):
+                raise
+            raise DataError(
+                f"data: {type(self.model).__name__} writes answers, and there are none in it. Give batches with "
+                "input_ids and decoder_input_ids."
+            ) from error
+
+    def _lacks_answers(self, inputs: Batch) -> bool:
+        """Whether a model has a decoder that is given nothing; some make do with what the encoder is given."""
+        is_answering = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        return bool(is_answering) and not any(name == "labels" or name.startswith("decoder_") for name in inputs)
 
     def _finish(self, layers: Sequence[WatchedLayer]) -> list[QuantizedLayer]:
         done: dict[str, QuantizedLayer] = {}

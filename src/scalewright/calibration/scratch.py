@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from scalewright.errors import OutputError
+
 _SMALL = 1 << 16  # bytes of a tensor that may stay where it is
 
 
@@ -32,12 +34,18 @@ class Scratch:
 
     def place(self, tensor: Tensor, *, is_shared: bool) -> tuple[Tensor, mmap.mmap]:
         """The same tensor in a file. What is written to it later goes to the file only if it `is_shared`."""
-        with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
-            raw: Any = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            while raw:
-                raw = raw[file.write(raw) :]
-            flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-            mapped = mmap.mmap(file.fileno(), num_bytes(tensor), flags=flags)
+        raw: Any = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
+                while raw:
+                    raw = raw[file.write(raw) :]
+                mapped = mmap.mmap(file.fileno(), num_bytes(tensor), flags=flags)
+        except OSError as error:
+            raise OutputError(
+                f"{self.folder}: what waits in files there cannot be written ({error.strerror}). Make room, give more "
+                "memory, or another OUT."
+            ) from error
         return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape), mapped
 
 

@@ -30,6 +30,7 @@ _COLUMNS = ("input_ids", "text", "messages", "conversations", "content", "prompt
 _SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
 _CHARACTERS_PER_TOKEN = 4
+_TOO_MUCH = "not JSON that can be read"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class Source:
         if mask is None or value is None:
             return "" if value is None else value
         ids, keeps = plain(value), plain(mask)
+        if not isinstance(ids, list):
+            return value
+        if not isinstance(keeps, list):
+            raise DataError(f"{self.name}: sample {number} has a mask that is {described(keeps)}, and no list.")
         if len(ids) != len(keeps):
             raise DataError(f"{self.name}: sample {number} has {len(ids)} token ids and a mask of {len(keeps)}.")
         return [each for each, keep in zip(ids, keeps, strict=True) if keep]
@@ -152,9 +157,13 @@ def _from_mapping(name: str, data: Mapping[str, Any], options: DataOptions) -> S
     if len(lists) == 1 and not {*_COLUMNS, options.column} & set(data):
         return _from_memory(name, lists[0], options)  # {"version": 1, "rows": [...]}
     chosen = _choose(data, name, options.column)
-    if not hasattr(data[chosen], "__getitem__") or kind_of(plain(data[chosen])):
+    is_row = isinstance(data[chosen], Mapping) or kind_of(plain(data[chosen]))
+    if is_row or not hasattr(data[chosen], "__getitem__"):
         return Source(name, [data], chosen)
     columns = {each: data[each] for each in _needed(chosen, data)}
+    for each, values in columns.items():
+        if not hasattr(values, "__len__"):
+            raise DataError(f"{name}: its column '{each}' is {described(values)}, and no list.")
     if len({len(each) for each in columns.values()}) > 1:
         raise DataError(f"{name}: columns have {' and '.join(str(len(each)) for each in columns.values())} rows.")
     return Source(name, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], chosen)
@@ -244,6 +253,8 @@ def _jsonl(path: Path, options: DataOptions) -> list[Any]:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise DataError(f"{path.name}:{number}: not JSON: {error.msg}.") from None
+            except (ValueError, RecursionError) as error:  # numbers of too many digits; too deep
+                raise DataError(f"{path.name}:{number}: {_TOO_MUCH} ({first_line(error)}).") from None
     return rows
 
 
@@ -257,6 +268,8 @@ def _json(path: Path, options: DataOptions) -> Any:
         if error.msg == "Extra data":  # a value on each line
             return _jsonl(path, options)
         raise DataError(f"{path.name}:{error.lineno}: not JSON: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path.name}: {_TOO_MUCH} ({first_line(error)}).") from None
     if not isinstance(data, list | dict):
         raise DataError(f"{path.name}: {described(data)} is no list of samples.")
     return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,9 +38,9 @@ class SourceFiles:
     def of(cls, source: nn.Module | str | Path) -> SourceFiles:
         """Those of a model as the user gave it."""
         folder = None if isinstance(source, nn.Module) else Path(source)
-        if folder is None or not folder.is_dir():
+        if folder is None or not os.path.isdir(folder):  # unlike Path, it bears a name that is too long
             return cls(None, {})
-        files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
+        files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
         stats = {file.name: file.stat() for file in files}
         return cls(folder, {name: (each.st_size, each.st_mtime_ns) for name, each in stats.items()})
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +31,12 @@ from scalewright.errors import OutputError
 
 _JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
 _SYNC_SECONDS = 30.0
+_CHUNK = 1 << 22
+_LINES: dict[str, dict[str, type]] = {
+    "fingerprint": {"fingerprint": dict},
+    "layer": {"layer": str, "file": str, "bytes": int, "digest": str, "record": dict},
+    "forget": {"forget": list},
+}
 
 Fingerprint = Mapping[str, str]
 """What must be the same for a run to go on, by what it is called in messages: the model, the recipe, ..."""
@@ -57,7 +64,13 @@ class Journal:
         with self._failing_in_words():
             save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
             draft.rename(file)
-            entry = {"layer": name, "file": file.name, "bytes": file.stat().st_size, "record": dict(record)}
+            entry = {
+                "layer": name,
+                "file": file.name,
+                "bytes": file.stat().st_size,
+                "digest": _digest(file),
+                "record": dict(record),
+            }
             self._append(entry)
             self.entries[name] = entry
             self._sync_now_and_then(file)
@@ -66,7 +79,8 @@ class Journal:
     def forget(self, names: Iterable[str]) -> None:
         """Layers that were finished are not finished after all."""
         names = [name for name in names if name in self.entries]
-        self._append({"forget": names})
+        with self._failing_in_words():
+            self._append({"forget": names})
         for name in names:
             del self.entries[name]
 
@@ -84,17 +98,17 @@ class Journal:
         entry = self.entries[name]
         file = self.folder / Path(entry["file"]).name
         size = file.stat().st_size if file.exists() else 0
+        again = f"Delete {self.folder} and run again, or use restart."
         if size != entry["bytes"]:
-            raise OutputError(
-                f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. Delete {self.folder} and run "
-                "again, or use restart."
-            )
+            raise OutputError(f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. {again}")
+        if _digest(file) != entry["digest"]:
+            raise OutputError(f"{file}: has other bytes than were written. {again}")
         return Part(file)
 
     @contextmanager
     def checkpoint(self) -> Iterator[Path]:
         """An empty folder to write the checkpoint to, which becomes `out` when all went well."""
-        draft, old = self.folder / _CHECKPOINT, self.folder / _OLD
+        draft, old, out = self.folder / _CHECKPOINT, self.folder / _OLD, self.out.resolve()
         with self._failing_in_words():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
@@ -102,14 +116,14 @@ class Journal:
             if time.monotonic() > self._began + _SYNC_SECONDS:
                 for each in draft.iterdir():
                     _sync(each)
-            if self.out.exists():
+            if out.exists():
                 shutil.rmtree(old, ignore_errors=True)
-                self.out.rename(old)
+                out.rename(old)
             try:
-                draft.rename(self.out)
+                draft.rename(out)
             except OSError:
                 if old.exists():
-                    old.rename(self.out)
+                    old.rename(out)
                 raise
         with suppress(OSError):  # what cannot be taken away does no harm without the journal
             (self.folder / _JOURNAL).unlink()
@@ -122,9 +136,9 @@ class Journal:
             yield
         except (OSError, SafetensorError) as error:
             reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+            kept = f"Finished layers are kept in {self.folder}. " if self.entries else ""
             raise OutputError(
-                f"{self.out}: cannot be written ({reason}). Finished layers are kept in {self.folder}. Mend that, and "
-                "run the same again to go on."
+                f"{self.out}: cannot be written ({reason}). {kept}Mend that, and run the same again to go on."
             ) from error
 
     def _take(self, entry: dict[str, Any]) -> None:
@@ -147,8 +161,9 @@ class Journal:
 
 
 def partial_of(out: Path) -> Path:
-    """The folder of a run that is to write `out`."""
-    return out.absolute().parent / f"{out.name}.partial"
+    """The folder of a run that is to write `out`, or what that is a link to."""
+    where = out.resolve()
+    return where.parent / f"{where.name}.partial"
 
 
 @contextmanager
@@ -161,22 +176,24 @@ def journal_for(out: Path, fingerprint: Fingerprint, *, restart: bool) -> Iterat
     is_ours = (folder / _JOURNAL).is_file() or (folder / _LOCK).is_file()
     if folder.exists() and not is_ours and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: is in the way, and no run of ours began it. Move it, or give another OUT.")
-    made = _make_parents(folder)
+    with _beginning(folder):
+        made = _make_parents(folder)
     with _locked(folder):
-        if restart:
-            for each in [each for each in folder.iterdir() if each.name != _LOCK]:
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
-        entries = _read(folder)
-        if entries is None:
-            journal = Journal(folder, out)
-            journal._append({"fingerprint": dict(fingerprint)})
-        else:
-            _compare(folder, entries[0].get("fingerprint", {}), fingerprint)
-            journal = Journal(folder, out)
+        journal = Journal(folder, out)
+        with _beginning(folder):
+            if restart:
+                for each in [each for each in folder.iterdir() if each.name != _LOCK]:
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+            entries = _read(folder)
+        if entries is not None:
+            _compare(folder, entries[0]["fingerprint"], fingerprint)
             for entry in entries[1:]:
                 journal._take(entry)
             journal._number = len(entries) - 1
         try:
+            if entries is None:
+                with _beginning(folder):
+                    journal._append({"fingerprint": dict(fingerprint)})
             yield journal
         finally:
             if folder.exists() and not journal.entries:
@@ -197,8 +214,21 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 @contextmanager
+def _beginning(folder: Path) -> Iterator[None]:
+    """Inside the folder is made ready; nothing is lost if that cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: cannot be written to ({error.strerror or error}). Mend that, or give another OUT."
+        ) from error
+
+
+@contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with (folder / _LOCK).open("a") as lock:
+    with _beginning(folder):
+        lock = (folder / _LOCK).open("a")
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -211,20 +241,32 @@ def _read(folder: Path) -> list[dict[str, Any]] | None:
     file = folder / _JOURNAL
     if not file.exists():
         return None
-    whole, entries = 0, []
+    whole, entries = 0, list[dict[str, Any]]()
     raw = file.read_bytes()
     for line in raw.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
+        entry = _entry(line)
+        if entry is None or ("fingerprint" in entry) is bool(entries):
             number = len(entries) + 1
-            raise OutputError(f"{file}:{number}: is damaged. Delete {folder} and run again, or use restart.") from None
+            raise OutputError(f"{file}:{number}: is damaged. Delete {folder} and run again, or use restart.")
+        entries.append(entry)
         whole += len(line)
     if whole < len(raw):
         os.truncate(file, whole)
     return entries or None
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is none of ours."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = next((kinds for key, kinds in _LINES.items() if isinstance(found, dict) and key in found), None)
+    if known is None or not all(isinstance(found.get(key), kind) for key, kind in known.items()):
+        return None
+    return found if all(isinstance(name, str) for name in found.get("forget", ())) else None
 
 
 def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
@@ -234,6 +276,15 @@ def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
             f"{folder}: was begun with another {' and another '.join(changed)}. Run it as before to go on, or use "
             "restart to begin anew."
         )
+
+
+def _digest(file: Path) -> str:
+    """Of all bytes of a file."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FEW = 3
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @contextmanager
@@ -43,7 +45,8 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 def check_device(device: str | torch.device | None) -> None:
     """Say no to a device that is not there."""
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=device).is_meta:
+            raise NotImplementedError("it has no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
@@ -125,11 +128,19 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
     if not name:
         return []
     for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
-        with suppress(OSError, ValueError, KeyError, AttributeError, ImportError, TypeError):
+        with suppress(Exception):  # files of strangers make each reader fail in its own way
             return [auto.from_pretrained(name, trust_remote_code=trust_remote_code)]
     if tokenizer is not None:
         raise ModelError(f"{tokenizer}: there is no tokenizer that could be loaded.")
     return []
+
+
+def unread_tokenizer(model: Any, tokenizer: Any, companions: Sequence[Any]) -> list[str]:
+    """A note where a folder has a tokenizer, no other was given, and it could not be loaded."""
+    if companions or tokenizer is not None or not isinstance(model, str | Path):
+        return []
+    file = next((each for name in _TOKENIZERS if (each := Path(model) / name).is_file()), None)
+    return [] if file is None else [f"{file}: cannot be loaded, so the checkpoint has no tokenizer."]
 
 
 def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions: Sequence[Any]) -> Samples:
@@ -217,9 +228,10 @@ def loading(model: str | Path) -> Iterator[None]:
 
 def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     """Why a model cannot be loaded, in words."""
-    if isinstance(model, Path) or "/" not in str(model).strip("/") or Path(model).exists() or str(model)[0] in "./~":
+    is_there = os.path.exists(model)  # unlike Path, it bears a name that is too long
+    if isinstance(model, Path) or "/" not in str(model).strip("/") or is_there or str(model)[0] in "./~":
         path = Path(model)
-        if not path.exists():
+        if not is_there:
             return ModelError(f"{model}: there is no such folder, and no model of that name could be loaded.")
         if not (path / "config.json").exists():
             return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")

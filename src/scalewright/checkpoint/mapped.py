@@ -26,6 +26,7 @@ from scalewright.checkpoint.shards import TensorAt, tensors_in
 
 _MAPS = Path("/proc/self/maps")
 _SUFFIX = ".safetensors"
+_BLOBS = "/blobs/"  # where the hub's cache has them, by their digests; what has a suffix are links
 _SMALL = 1 << 16  # bytes of a tensor that may stay where it is
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -127,11 +128,12 @@ class MappedFiles:
 
 def _mapped_now() -> Iterator[_Range]:
     """The safetensors files that the process has mapped."""
-    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        if line.endswith(_SUFFIX):
+    # Not splitlines(): names may have line separators of Unicode in them. A new line is told as \012.
+    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
+        if line.endswith(_SUFFIX) or _BLOBS in line:
             between, _, offset, _, _, file = line.split(maxsplit=5)
             start, _, end = between.partition("-")
-            yield _Range(int(start, 16), int(end, 16), int(offset, 16), Path(file))
+            yield _Range(int(start, 16), int(end, 16), int(offset, 16), Path(file.replace("\\012", "\n")))
 
 
 def _give_back(start: int, size: int) -> None:

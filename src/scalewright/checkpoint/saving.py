@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,17 +71,27 @@ def disk_of(path: Path) -> Path:
     return parent
 
 
-def check_output(path: Path, *, overwrite: bool, num_bytes: int = 0, kept_bytes: int = 0) -> None:
+def check_output(path: Path, *, overwrite: bool, source: Any = None, num_bytes: int = 0, kept_bytes: int = 0) -> None:
     """Say no, before any work, to a place that a checkpoint of about `num_bytes` cannot be written to.
 
-    `kept_bytes` are those of finished layers, which are kept in `OUT.partial` until the checkpoint is complete.
+    `source` is the model as the user gave it. `kept_bytes` are those of finished layers, which are kept in
+    `OUT.partial` until the checkpoint is complete.
     """
-    if path.exists() and not path.is_dir():
+    try:
+        where, _, is_there = path.resolve(), partial_of(path).exists(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; links that lead to each other
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"{path}: cannot be a folder ({reason}). Give another name.") from None
+    if is_there and not path.is_dir():
         raise OutputError(f"{path}: is a file. Give a folder.")
-    if path.exists() and any(path.iterdir()) and not overwrite:
+    if is_there and any(path.iterdir()) and not overwrite:
         raise OutputError(f"{path}: exists already and is not empty. Give another folder, or overwrite.")
-    parent = disk_of(path)
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if is_there and Path.cwd().is_relative_to(where):
+        raise OutputError(f"{path}: you are in it, and it would be replaced. Give another folder.")
+    if isinstance(source, str | Path) and os.path.isdir(source) and Path(source).resolve().is_relative_to(where):
+        raise OutputError(f"{path}: the model is in it, and would be lost. Give another folder.")
+    parent = disk_of(where)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: {parent} cannot be written to.")
     begun = sum(file.stat().st_size for file in partial_of(path).glob("*") if file.is_file())
     free = shutil.disk_usage(parent).free + begun  # what a run has kept so far, the next one need not
@@ -112,7 +122,8 @@ def save_checkpoint(
         # transformers knows by which names a model is stored. It is given stand-ins for all that it need not write.
         state, stored = _with_stand_ins(model, layers, keep, place_of)
         if isinstance(model, transformers.PreTrainedModel):
-            model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
+            with _settings_apart(model, draft):
+                model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
             save_file({name: each.contiguous() for name, each in state.items()}, draft / "model.safetensors")
         whole = draft / "model.safetensors"
@@ -124,6 +135,26 @@ def save_checkpoint(
         _write_config(model, draft)
         for name, text in files.items():
             (draft / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _settings_apart(model: transformers.PreTrainedModel, draft: Path) -> Iterator[None]:
+    """Inside a model is saved. Its settings for generation are written as they are.
+
+    transformers reads what it would not write (a temperature without `do_sample`), and such models are many.
+    """
+    given = getattr(model, "generation_config", None)
+    if given is None:
+        yield
+        return
+    model.generation_config = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = given
+    written = draft / "generation_config.json"
+    if written.exists():
+        given.to_json_file(written, keys_to_pop=["compile_config"])
 
 
 def _with_stand_ins(

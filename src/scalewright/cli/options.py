@@ -40,7 +40,7 @@ Pack = Annotated[
     ),
 ]
 Tokenizer = Annotated[str | None, data_option(help="A folder or hub name to take it from.", show_default="the model's")]
-Seed = Annotated[int, data_option(help="For the choice of samples.")]
+Seed = Annotated[int, data_option(min=-(2**63), max=2**64 - 1, help="For the choice of samples.")]
 AllExperts = Annotated[
     bool,
     run_option(

@@ -76,7 +76,7 @@ def quantize(
         if out is None:
             raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
         if job.bits is not None:
-            check_output(out, overwrite=overwrite)
+            check_output(out, overwrite=overwrite, source=job.model)
             allocation = job.shared_out(job.sensitivity(on_step, **of_data))
         result = oneshot(
             job.model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,16 @@ def failing_politely(out: Path | None = None, *, is_quiet: Callable[[], bool] = 
         if not is_quiet():
             say(str(error), "error ", style="bold red", console=err_console)
         raise typer.Exit(1 if isinstance(error, RankError) else 2) from None
+    except OSError as error:
+        if error.errno != ENAMETOOLONG:
+            raise
+        say(f"{error.filename}: is too long for a name.", "error ", style="bold red", console=err_console)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         if is_quiet():
             raise typer.Exit(1) from None
-        partial_folder = None if out is None else out.with_name(f"{out.name}.partial")
+        where = None if out is None else out.resolve()
+        partial_folder = None if where is None else where.parent / f"{where.name}.partial"
         if partial_folder is not None and partial_folder.exists():
             say(
                 f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",

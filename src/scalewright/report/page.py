@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scalewright.checkpoint.outputs import write_file
 from scalewright.errors import OutputError
 from scalewright.report.advice import advice_for, flags_for
 from scalewright.report.drawing import render
@@ -39,14 +40,9 @@ def write_report(
     target = folder / PAGE_FILE if file is None else Path(file)
     if target.is_dir():
         raise OutputError(f"{target}: is a folder. Give a file.")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if seconds is not None:
-            (folder / TIMINGS_FILE).write_text(json.dumps(_timings(seconds), indent=2) + "\n", encoding="utf-8")
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{target}: cannot be written ({error.strerror}). Give another file.") from None
-    return target
+    if seconds is not None:
+        write_file(folder / TIMINGS_FILE, f"{json.dumps(_timings(seconds), indent=2)}\n".encode(), overwrite=True)
+    return write_file(target, page.encode(), overwrite=True)
 
 
 def page_of(findings: Findings) -> str:
