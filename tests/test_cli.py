@@ -167,7 +167,7 @@ def no_loading(monkeypatch):
     def refuse(*args, **keywords):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(sys.modules["scalewright.oneshot"], "load_model", refuse)
+    monkeypatch.setattr(sys.modules["scalewright.oneshot"], "load_all", refuse)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -577,7 +577,9 @@ def test_samples_are_packed_if_asked_for(model, data, tmp_path):
     assert num_samples == {"--pack": len(IDS) * len(IDS[0]) // 32, "--no-pack": len(IDS)}
 
 
-def test_a_plan_depends_on_what_it_is_told(model):
+def test_a_plan_depends_on_what_it_is_told(model, monkeypatch):
+    monkeypatch.setattr("scalewright.costs.process_bytes", lambda: 0)
+
     def found(*words):
         return json.loads(run("plan", model, "--scheme", "NVFP4", "--json", *words))
 

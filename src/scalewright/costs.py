@@ -69,9 +69,14 @@ class Run:
 
 def peak_bytes(run: Run) -> int:
     """What a run has in memory at the most, about."""
-    process = int(psutil.Process().memory_info().rss) + _IMPORTED
+    process = process_bytes() + _IMPORTED
     whole = 0 if run.is_streamed else run.plans[0].bytes_before()
     return process + whole + max(_peak_of(run, plan) for plan in run.plans)
+
+
+def process_bytes() -> int:
+    """What this process has in memory now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _peak_of(run: Run, plan: Plan) -> int:

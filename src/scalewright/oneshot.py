@@ -27,11 +27,9 @@ from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
-    load_companions,
-    load_model,
+    load_all,
     samples_for,
     sequence_length,
-    unread_tokenizer,
 )
 from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
@@ -211,13 +209,12 @@ def oneshot(
     ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
     mapped, source = _files_for(model, out, device), SourceFiles.of(model)
     with clock("load"), _lying_in(mapped):
-        on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
-        loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
-        on_step("loading", type(loaded).__name__, 1, 1)
+        loaded, companions, told = load_all(
+            model, tokenizer, on_step, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
     torch.manual_seed(seed)
-    notes, bytes_before = _Notes(strict, unread_tokenizer(model, tokenizer, companions)), _bytes_of(loaded)
-    layers, samples, stages = list[QuantizedLayer](), None, [stage.modifiers for stage in parsed.stages]
+    notes, layers, samples, bytes_before = _Notes(strict, told), list[QuantizedLayer](), None, _bytes_of(loaded)
+    stages = [stage.modifiers for stage in parsed.stages]
     asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
     with _lying_in(mapped):
         plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)

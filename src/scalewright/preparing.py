@@ -18,8 +18,7 @@ from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
-    load_companions,
-    load_model,
+    load_all,
     samples_for,
     sequence_length,
 )
@@ -65,16 +64,15 @@ def layers_and_data(
     """
     check_dtype(dtype)
     check_device(device)
-    on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
-    loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
-    on_step("loading", type(loaded).__name__, 1, 1)
+    loaded, companions, told = load_all(
+        model, tokenizer, on_step, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
     torch.manual_seed(options.seed)
     length = sequence_length(loaded, max_seq_length)
     options = replace(options, max_seq_length=length if longest is None else min(length, longest))
     with _experts_apart(loaded) as of_experts:
         layers, of_layers = find(loaded)
-        notes = [*of_experts, *of_layers]
+        notes = [*told, *of_experts, *of_layers]
         if not layers:
             raise RecipeError(
                 " ".join(["no layer of this model is meant. Name linear layers in targets, or ignore less.", *notes])

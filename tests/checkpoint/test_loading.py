@@ -171,3 +171,10 @@ def test_a_model_that_lacks_a_tensor_is_not_quantised(folder, tmp_path):
     assert str(caught.value) == (
         f"{folder}: lacks 1 of its tensors ({lost}), and would have random numbers instead. Give a whole model."
     )
+
+
+def test_tensors_that_are_not_read_are_a_note(folder, tmp_path):
+    change(folder / "config.json", num_hidden_layers=1)
+    notes = oneshot(folder, scheme="FP8_DYNAMIC", output_dir=tmp_path / "out").notes
+    some = ", ".join(f"model.layers.1.{name}.weight" for name in ("input_layernorm", "mlp.down_proj", "mlp.gate_proj"))
+    assert notes[0] == f"{folder}: 9 of its tensors are not read ({some} and 6 more)."

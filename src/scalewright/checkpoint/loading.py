@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def without_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def in_silence() -> Iterator[None]:
+    """While inside, transformers warns of nothing: what is missing is an error here, and what is not read a note."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def check_dtype(dtype: str | torch.dtype) -> None:
     """Say no to a dtype that models are not in."""
     if isinstance(dtype, str) and dtype not in _DTYPES:
@@ -52,14 +66,35 @@ def check_device(device: str | torch.device | None) -> None:
         raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
 
 
+def load_all(
+    model: nn.Module | str | Path,
+    tokenizer: Any,
+    on_step: Callable[[str, str, int, int], None],
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, list[Any], list[str]]:
+    """A model, its companions, and what the user should know of how they were read."""
+    notes: list[str] = []
+    on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
+    loaded = load_model(model, trust_remote_code=trust_remote_code, notes=notes, **options)
+    companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
+    on_step("loading", type(loaded).__name__, 1, 1)
+    return loaded, companions, [*notes, *_unread_tokenizer(model, tokenizer, companions)]
+
+
 def load_model(
     model: nn.Module | str | Path,
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    notes: list[str] | None = None,
 ) -> nn.Module:
-    """The model itself, or the one that a path or hub name stands for, in its own dtype unless another is asked for."""
+    """The model itself, or the one that a path or hub name stands for, in its own dtype unless another is asked for.
+
+    What the user should know is added to `notes`.
+    """
     if isinstance(model, nn.Module):
         if dtype != "auto":
             _convert_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -69,7 +104,9 @@ def load_model(
         block = block_of(config)
         more = {} if block is None else read_as_plain()
         with without_bars():
-            loaded, _ = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
+            loaded, unread = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code, **more)
+    if unread and notes is not None:
+        notes.append(not_read(model, unread))
     if block is not None:
         mend(loaded, model, block)
     return loaded if device is None else loaded.to(device)
@@ -80,7 +117,8 @@ def read_weights(auto: Any, model: str | Path, **options: Any) -> tuple[nn.Modul
 
     transformers fills what is lacking with random numbers, and says so in a warning at most. Here it is an error.
     """
-    loaded, info = auto.from_pretrained(model, output_loading_info=True, use_safetensors=True, **options)
+    with in_silence():
+        loaded, info = auto.from_pretrained(model, output_loading_info=True, use_safetensors=True, **options)
     missing, unexpected = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
     if missing:
         raise ModelError(
@@ -88,6 +126,11 @@ def read_weights(auto: Any, model: str | Path, **options: Any) -> tuple[nn.Modul
             "instead. Give a whole model."
         )
     return loaded, unexpected
+
+
+def not_read(model: str | Path, names: Sequence[str]) -> str:
+    """A note on tensors that a model has no use for."""
+    return f"{model}: {len(names)} of its tensors are not read ({some_of(names)})."
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -135,7 +178,7 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
     return []
 
 
-def unread_tokenizer(model: Any, tokenizer: Any, companions: Sequence[Any]) -> list[str]:
+def _unread_tokenizer(model: Any, tokenizer: Any, companions: Sequence[Any]) -> list[str]:
     """A note where a folder has a tokenizer, no other was given, and it could not be loaded."""
     if companions or tokenizer is not None or not isinstance(model, str | Path):
         return []

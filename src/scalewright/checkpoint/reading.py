@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.std import tqdm
-from transformers.utils import logging as transformers_logging
 
-from scalewright.checkpoint.loading import config_and_class, loading, read_weights, some_of, without_bars
+from scalewright.checkpoint.loading import config_and_class, loading, not_read, read_weights, without_bars
 
 # compressed-tensors decompresses these formats to bf16, whatever dtype the model is in, and layers must fit together.
 _READ_AS_BF16 = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
@@ -37,10 +36,10 @@ def load_checkpoint(
                 asked = str(dtype).removeprefix("torch.")
                 notes.append(f"{model}: its format is read as bfloat16, so it is not run in {asked}.")
             dtype = torch.bfloat16
-        with without_all_bars(), _without_warnings():
+        with without_all_bars():
             loaded, unexpected = read_weights(auto, model, dtype=dtype, trust_remote_code=trust_remote_code)
     if unexpected:
-        notes.append(f"{model}: {len(unexpected)} of its tensors are not read ({some_of(unexpected)}).")
+        notes.append(not_read(model, unexpected))
     return (loaded if device is None else loaded.to(device)), notes
 
 
@@ -58,17 +57,6 @@ def without_all_bars() -> Iterator[None]:
             yield
     finally:
         tqdm.__init__ = drawing
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """While inside, transformers warns of nothing: what is missing is an error here, and what is not read a note."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def _is_read_as_bf16(config: Any) -> bool:

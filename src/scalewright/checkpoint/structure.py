@@ -7,9 +7,8 @@ class to build (a hand-written module, code that came with a model), the names i
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,13 @@ from compressed_tensors.utils.match import match_name
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging as transformers_logging
 
 from scalewright.calibration.experts import unfuse_experts
 from scalewright.calibration.loaders import groups_read
 from scalewright.calibration.targets import QUANTIZABLE
 from scalewright.checkpoint.folder import CONFIG, Folder, Recorded, first_line, read_tensor, too_many_parts
 from scalewright.checkpoint.formats import Stored, states_tensors, stored_tensors
+from scalewright.checkpoint.loading import in_silence
 from scalewright.checkpoint.problems import Problem
 
 KV_CACHE = "kv_cache_scheme"
@@ -131,7 +130,7 @@ def built_model(folder: Folder, config: Mapping[str, Any]) -> tuple[nn.Module | 
     if many is not None:
         return None, many, True
     try:
-        with _in_silence():
+        with in_silence():
             build = _model_class(config)
             if build is None:
                 return None, "its class is none of transformers'", False
@@ -154,19 +153,6 @@ def _model_class(config: Mapping[str, Any]) -> Any:
     found = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    """While inside, transformers warns of nothing: problems are ours to name."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _by_model(folder: Folder, model: nn.Module, quantization: QuantizationConfig) -> Structure | None:
