@@ -13,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scalewright.calibration.data import load_samples
 from scalewright.calibration.sources import DataOptions
+from scalewright.calibration.targets import Pattern
 from scalewright.checkpoint.loading import empty_model, load_model
 from scalewright.errors import RecipeError, ScalewrightError
 from scalewright.importance import gather_importance, load_importance
@@ -139,6 +141,16 @@ def test_a_recipe_that_is_too_deep_is_said_to_be():
     for text in ("[" * 3000, "a: " + "{a: " * 3000):
         with pytest.raises(RecipeError, match=r"^recipe: entries stand inside of each other, too deep for a recipe\.$"):
             Recipe.of(text)
+
+
+def test_a_pattern_that_would_take_for_ever_is_named():
+    pattern = Pattern.of("re:(.*)*x$")
+    with pytest.raises(RecipeError) as caught:
+        pattern.means("model.layers.0.self_attn.q_proj.and.some.more.names", nn.Linear(1, 1))
+    assert str(caught.value) == (
+        "'re:(.*)*x$' takes longer than 1 s to compare with 'model.layers.0.self_attn.q_proj.and.some.more.names'. "
+        "Write it without repeats inside of repeats."
+    )
 
 
 # ---- data files ------------------------------------------------------------------------------------------------------

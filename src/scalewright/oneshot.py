@@ -105,12 +105,15 @@ class Result:
         return folder
 
     def _write(self, journal: Journal, source: SourceFiles, *, overwrite: bool) -> None:
-        def keep(layer: QuantizedLayer) -> Part:
-            if isinstance(layer.compressed, Part):
-                return layer.compressed
-            return journal.keep(layer.name, layer.compressed, {})
-
+        parts = {
+            each.name: found if isinstance(found := each.compressed, Part) else journal.keep(each.name, found, {})
+            for each in self.layers
+            if each.compressed
+        }
         told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
+        for row in told["layers"]:
+            places = parts[row["name"]].places if row["name"] in parts else {}
+            row["digests"] = {name: each.digest() for name, each in sorted(places.items())}
         files = {
             "recipe.yaml": self.recipe.to_yaml(),
             RUN_FILE: json.dumps(told, indent=2),
@@ -120,9 +123,8 @@ class Result:
         with journal.checkpoint() as draft:
             save_checkpoint(
                 self.in_memory,
-                self.layers,
+                parts,
                 draft,
-                keep=keep,
                 files=files,
                 companions=self.companions,
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,

@@ -810,9 +810,22 @@ def test_what_is_sound_and_yet_not_the_original_is_found_beside_it(good, breakin
     out, model = good("W4A16")
     out = copied(out, tmp_path / "out")
     breaking(out)
+    told = json.loads((out / "scalewright.json").read_text())
+    told["layers"] = [{key: value for key, value in row.items() if key != "digests"} for row in told["layers"]]
+    (out / "scalewright.json").write_text(json.dumps(told))
     assert problems_of(out) == []
     (found,) = problems_of(out, model)
     assert re.fullmatch(words, found)
+
+
+@pytest.mark.parametrize("factor", [2, 1.1, 1.01])
+def test_a_tensor_that_is_not_what_was_written_is_found_without_the_original(good, factor, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    one_scale_times(factor)(out)
+    assert problems_of(out) == [f"{UP}.weight_scale: has other bytes than were written, by scalewright.json."]
+    change_codes = tensors(lambda state: state[f"{UP}.weight_packed"][2, 2].bitwise_xor_(1))
+    change_codes(out)
+    assert len(problems_of(out)) == 2
 
 
 def test_another_model_is_not_the_original(good, tmp_path):

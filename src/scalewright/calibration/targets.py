@@ -24,7 +24,7 @@ from compressed_tensors.utils.match import is_narrow_match
 from torch import Tensor, nn
 
 from scalewright.errors import LayoutError, ModelError, RecipeError, did_you_mean
-from scalewright.modifiers.base import regex_of
+from scalewright.modifiers.base import matches, regex_of
 from scalewright.modifiers.quantization import Group, QuantizationModifier
 from scalewright.numerics.layout import check_divides, check_strategy, strategy_of
 
@@ -51,7 +51,7 @@ class Pattern:
     def rank(self, name: str, module: nn.Module) -> int | None:
         """How narrowly a module is meant, less being narrower; None if it is not."""
         if self.regex is not None:
-            return _PATTERN if self.regex.match(name) else None
+            return _PATTERN if matches(self.regex, name) else None
         if name == self.text:
             return _EXACT
         return _CLASS if self.text in _class_names(module) else None

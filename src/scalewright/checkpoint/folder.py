@@ -59,6 +59,8 @@ class Recorded:
 
     shape: tuple[int, ...]
     weight_db: float | None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of the bytes of its tensors, by their names within the layer."""
 
 
 class BrokenFileError(Exception):
@@ -108,7 +110,8 @@ class Folder:
             if not isinstance(name, str) or not _are_counts(shape) or not isinstance(decibels, int | float | None):
                 self.say(RECORD, f"has a layer that makes no sense: name {name!r}, shape {shape!r}.")
                 continue
-            found[name] = Recorded(tuple(shape), decibels)
+            digests = row.get("digests")
+            found[name] = Recorded(tuple(shape), decibels, digests if isinstance(digests, dict) else {})
         if told is not None and not isinstance(layers, list):
             self.say(RECORD, "has no list of layers.")
         return found

@@ -30,7 +30,6 @@ from scalewright.checkpoint.loading import without_bars
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.shards import StoredTensor, TensorAt, tensors_in, write_shards
 from scalewright.errors import OutputError
-from scalewright.modifiers.layers import QuantizedLayer
 
 _SHARD_BYTES = 5 * 10**9
 _STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
@@ -105,22 +104,21 @@ def check_output(path: Path, *, overwrite: bool, source: Any = None, num_bytes: 
 
 def save_checkpoint(
     model: nn.Module,
-    layers: Iterable[QuantizedLayer],
+    layers: Mapping[str, Part],
     draft: Path,
     *,
-    keep: Callable[[QuantizedLayer], Part],
     files: Mapping[str, str],
     companions: Iterable[Any] = (),
     place_of: Callable[[Tensor], TensorAt | None] = lambda tensor: None,
 ) -> None:
     """Write `model`, whose `layers` are quantised, to the empty folder `draft`.
 
-    `keep` gives the file with the tensors of a layer; `companions` are a tokenizer and the like, `files` are texts to
-    write beside. `place_of` says of a tensor where it lies in a file, if it does; it is copied from there.
+    The tensors of each layer are in a file; `companions` are a tokenizer and the like, `files` are texts to write
+    beside. `place_of` says of a tensor where it lies in a file, if it does; it is copied from there.
     """
     with without_bars():
         # transformers knows by which names a model is stored. It is given stand-ins for all that it need not write.
-        state, stored = _with_stand_ins(model, layers, keep, place_of)
+        state, stored = _with_stand_ins(model, layers, place_of)
         if isinstance(model, transformers.PreTrainedModel):
             with _settings_apart(model, draft):
                 model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
@@ -159,8 +157,7 @@ def _settings_apart(model: transformers.PreTrainedModel, draft: Path) -> Iterato
 
 def _with_stand_ins(
     model: nn.Module,
-    layers: Iterable[QuantizedLayer],
-    keep: Callable[[QuantizedLayer], Part],
+    layers: Mapping[str, Part],
     place_of: Callable[[Tensor], TensorAt | None],
 ) -> tuple[dict[str, Tensor], list[StoredTensor]]:
     """The state of a model, and where the tensors are that stand-ins in it stand for."""
@@ -171,13 +168,11 @@ def _with_stand_ins(
         stored.append(place)
         return torch.full(_STAND_IN, len(stored) - 1, dtype=torch.int64)
 
-    for layer in layers:
-        if not layer.compressed:
-            continue
-        for name in [name for name in state if name.rpartition(".")[0] == layer.name]:
-            del state[name]
-        for name, place in keep(layer).places.items():
-            state[f"{layer.name}.{name}"] = stand_in(place)
+    for name in [name for name in state if name.rpartition(".")[0] in layers]:
+        del state[name]
+    for layer, part in layers.items():
+        for name, place in part.places.items():
+            state[f"{layer}.{name}"] = stand_in(place)
     tables = _tables(model)
     by_place: dict[Any, Tensor] = {}  # a tensor that is there by two names is one
     for name, tensor in state.items():

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import xxhash
+
 _CHUNK = 1 << 22
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
@@ -55,6 +57,17 @@ class TensorAt:
 
     def copy_to(self, target: BinaryIO) -> None:
         """Append its bytes to an open file."""
+        for chunk in self._chunks():
+            target.write(chunk)
+
+    def digest(self) -> str:
+        """What tells its bytes from others."""
+        digest = xxhash.xxh3_128()
+        for chunk in self._chunks():
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _chunks(self) -> Iterator[bytes]:
         with self.file.open("rb") as opened:
             opened.seek(self.start)
             left = self.num_bytes
@@ -62,7 +75,7 @@ class TensorAt:
                 chunk = opened.read(min(left, _CHUNK))
                 if not chunk:
                     raise OSError(f"{self.file.name}: ends before its last tensor does")
-                target.write(chunk)
+                yield chunk
                 left -= len(chunk)
 
 

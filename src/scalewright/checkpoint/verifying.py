@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig
 
 from scalewright.checkpoint.folder import CONFIG, RECORD, Folder, Recorded, first_line, read_folder, read_tensor
 from scalewright.checkpoint.formats import NVFP4, Stored
@@ -26,6 +26,7 @@ from scalewright.checkpoint.shards import TensorAt
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
 from scalewright.errors import ModelError, OutputError
+from scalewright.modifiers.base import matches
 from scalewright.modifiers.schemes import in_words
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 
@@ -129,10 +130,12 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = QuantizationConfig.model_validate(given)
+            names = {name.rpartition(".")[0] for name in folder.tensors}
             for scheme in parsed.config_groups.values():
-                _check_readable(scheme, parsed)
-            for each in parsed.ignore or ():
-                _check_pattern(each)
+                format_of(scheme, parsed)
+            targets = [each for scheme in parsed.config_groups.values() for each in scheme.targets]
+            for each in (*targets, *(parsed.ignore or ())):
+                _check_pattern(each, names)
     except Exception as error:  # pydantic, compressed-tensors and re, each with its own kind
         folder.say(CONFIG, f"its quantization_config cannot be read ({_reason(error)}).")
         return None
@@ -143,15 +146,12 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
     return parsed
 
 
-def _check_readable(scheme: QuantizationScheme, config: QuantizationConfig) -> None:
-    format_of(scheme, config)
-    for each in scheme.targets:
-        _check_pattern(each)
-
-
-def _check_pattern(text: str) -> None:
+def _check_pattern(text: str, names: Iterable[str]) -> None:
+    """Say no to a pattern that is none, or that would take for ever."""
     if text.startswith("re:"):
-        re.compile(text.removeprefix("re:"))
+        pattern = re.compile(text.removeprefix("re:"))
+        for name in names:
+            matches(pattern, name)
 
 
 def _reason(error: Exception) -> str:
@@ -201,6 +201,8 @@ class _Check:
                 say.append(Problem(name, "is missing from the files."))
         say += self._left_over()
         say += self._records()
+        if not say:  # or there are better words for it
+            say += list(self._changed())
 
     def _format(self) -> Iterator[Problem]:
         said = _text(self.quantization.format)
@@ -221,6 +223,15 @@ class _Check:
             else:
                 sound[local] = at
         yield from check_layer(layer, sound, may_be_negative=self.may_be_negative)
+
+    def _changed(self) -> Iterator[Problem]:
+        """Tensors that could be right, and yet are not those that the run has written."""
+        for layer in self.structure.layers:
+            digests = self.record[layer.name].digests if layer.name in self.record else {}
+            for local, name in layer.places.items():
+                at = self.tensors.get(name)
+                if at is not None and local in digests and at.digest() != digests[local]:
+                    yield Problem(name, f"has other bytes than were written, by {RECORD}.")
 
     def _shared_scales(self) -> Iterator[Problem]:
         """Layers that loaders make one matrix of, and whose global scales differ."""

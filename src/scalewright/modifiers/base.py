@@ -6,7 +6,10 @@ A modifier says what is to be done to a model. It is plain data: it holds no mod
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -14,6 +17,8 @@ import torch
 from pydantic import BaseModel
 
 from scalewright.errors import RecipeError, did_you_mean
+
+_PATIENCE = 1.0  # seconds for one name
 
 
 class Modifier:
@@ -116,6 +121,38 @@ def regex_of(target: str) -> re.Pattern[str] | None:
         return re.compile(rf"(?:.*\.)?{''.join(parts)}$")
     except re.error as error:
         raise RecipeError(f"'{target}' is not a wildcard: {error}.") from None
+
+
+def matches(pattern: re.Pattern[str], name: str) -> bool:
+    """Whether a name matches from its beginning. A pattern that would take for ever is an error."""
+    try:
+        with _within(_PATIENCE):
+            return pattern.match(name) is not None
+    except TimeoutError:
+        raise RecipeError(
+            f"'re:{pattern.pattern}' takes longer than {_PATIENCE:g} s to compare with '{name}'. Write it without "
+            "repeats inside of repeats."
+        ) from None
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """What takes longer inside is a TimeoutError, in the main thread, if nobody else has set the alarm."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _members(brackets: str) -> str:
