@@ -83,7 +83,7 @@ def _peak_of(run: Run, plan: Plan) -> int:
     """What a stage adds to the process and a model in memory."""
     quantised = [layer for layer in plan.layers if layer.scheme.weights is not None]
     storing = max((_SEARCH + _PER_WEIGHT * layer.weight.numel() for layer in quantised), default=0.0)
-    if plan.pipeline == "data_free":
+    if not _has_passes(run, plan):
         return round(storing + (_largest_together(plan, run) if run.is_streamed else 0))
     alone = max(_bytes_of(layer.module.parameters()) for layer in plan.layers)
     weights = max(alone, largest_block([plan])) if run.is_streamed else 0
@@ -94,6 +94,11 @@ def _peak_of(run: Run, plan: Plan) -> int:
     return round(weights + waiting + max(live, storing, rounding))
 
 
+def _has_passes(run: Run, plan: Plan) -> bool:
+    """Whether data flows through the model, in a stage or before it."""
+    return plan.pipeline != "data_free" or run.gathering_passes > 0
+
+
 def spilt_bytes(run: Run) -> int:
     """What waits between blocks in a file, because memory has no room for it."""
     most = max(_waiting_bytes(run, plan) for plan in run.plans)
@@ -102,7 +107,7 @@ def spilt_bytes(run: Run) -> int:
 
 def _waiting_bytes(run: Run, plan: Plan) -> int:
     """What waits between blocks: all samples, and once more as they would be without quantising, if that is wanted."""
-    if plan.pipeline == "data_free" or not (plan.pipeline == "sequential" or run.is_streamed):
+    if not _has_passes(run, plan) or not (plan.pipeline == "sequential" or run.is_streamed):
         return 0
     streams = 2 if any(layer.wants_unquantised for layer in plan.layers) else 1
     return streams * run.num_tokens * run.hidden_size * run.element_size
@@ -155,12 +160,12 @@ class Rates:
         return cls(_flops(dtype), _flops(torch.float32), search)
 
 
-def seconds(run: Run, rates: Rates, *, num_ranks: int = 1) -> float:
-    """How long a run takes, about, on ranks that are each as fast as this process."""
+def seconds(run: Run, rates: Rates) -> tuple[float, float]:
+    """How long a run takes on this machine, about: work that ranks share, and what each of them does."""
     gathering = 2.0 * run.gathering_passes * _weights_run(run, run.plans[0]) * run.num_tokens / rates.passes
     of_stages = sum(_data_seconds(run, plan, rates) + _weight_seconds(plan, rates) for plan in run.plans)
     moved = run.plans[0].bytes_before() / _BYTES_PER_SECOND
-    return (gathering + of_stages) / num_ranks + moved
+    return gathering + of_stages, moved
 
 
 def _weights_run(run: Run, plan: Plan) -> int:

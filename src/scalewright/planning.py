@@ -59,6 +59,8 @@ class PlanReport:
     """What is on the disk at the most, the model itself left out."""
     peak_bytes: int
     seconds: float
+    shared_seconds: float
+    """Of the work that ranks share, as long as one of them takes for it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -134,7 +136,7 @@ def plan_of(
         is_streamed,
         room,
     )
-    rates = Rates.measured(next((each.dtype for each in built.parameters()), torch.float32))
+    shared, own = seconds(run, Rates.measured(next((each.dtype for each in built.parameters()), torch.float32)))
     return PlanReport(
         [_group(some) for some in kinds.values()],
         chosen,
@@ -147,7 +149,8 @@ def plan_of(
         after,
         after + kept + spilt_bytes(run),
         peak_bytes(run),
-        seconds(run, rates, num_ranks=num_ranks),
+        shared / num_ranks + own,
+        shared,
     )
 
 

@@ -396,7 +396,7 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
 
 
 def run_to_a_place_that_is_taken(folder: Path, rank: int) -> None:
-    note_error(folder, rank, lambda: run_case("data-free", folder))
+    note_error(folder, rank, lambda: run_case("one sample", folder))
 
 
 def test_a_place_that_is_taken_stops_all_ranks(tmp_path: Path) -> None:

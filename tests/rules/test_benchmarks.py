@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +49,16 @@ def results(tables: ModuleType) -> dict[str, Any]:
 
 def test_the_tables_are_what_the_result_files_say(tables: ModuleType, results: dict[str, Any]) -> None:
     assert tables.generated_part(PAGE) == tables.markdown(results), "run `python -m bench.tables`"
+
+
+def test_the_table_on_paper_is_what_its_results_say(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = load("scaling", monkeypatch)
+    told = json.loads(scaling.FILE.read_text(encoding="utf-8"))
+    assert tables.generated_part(scaling.PAGE.read_text(encoding="utf-8")) == scaling.markdown(told)
+    told["rows"][0]["seconds"]["8"] = 49 * 3600
+    assert "| 2 days |" in scaling.markdown(told)
+    told["rows"][0]["seconds"]["8"] = 47 * 3600
+    assert "| 47.0 h |" in scaling.markdown(told)
 
 
 @pytest.mark.parametrize("topic", ["search", "minmax", "growth", "runs", "accuracy"])

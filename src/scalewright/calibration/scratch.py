@@ -43,8 +43,8 @@ class Scratch:
                 mapped = mmap.mmap(file.fileno(), num_bytes(tensor), flags=flags)
         except OSError as error:
             raise OutputError(
-                f"{self.folder}: what waits in files there cannot be written ({error.strerror}). Make room, give more "
-                "memory, or another OUT."
+                f"{self.folder}: what waits in files there cannot be written ({error.strerror or error}). Make room, "
+                "give more memory, or another OUT."
             ) from error
         return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape), mapped
 

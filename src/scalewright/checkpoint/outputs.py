@@ -35,7 +35,7 @@ def write_file(path: Path, content: bytes, *, overwrite: bool = False) -> Path:
         draft.write_bytes(content)
         draft.replace(path)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}). Give another file.") from None
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error}). Give another file.") from None
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -72,7 +72,9 @@ def read_evaluation(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}). Give what `eval --json` has printed.") from None
+        raise DataError(
+            f"{file}: cannot be read ({error.strerror or error}). Give what `eval --json` has printed."
+        ) from None
     except (ValueError, RecursionError):
         raise DataError(f"{file}: is no JSON. Give what `eval --json` has printed.") from None
     if not isinstance(found, dict) or not Evaluated.of(found).has_any:
