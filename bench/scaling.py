@@ -110,8 +110,10 @@ def markdown(told: Row) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Hours, or days if there are many."""
+    """Minutes, hours or days."""
     hours = seconds / 3600
+    if hours < 1:
+        return f"{seconds / 60:.0f} min"
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
