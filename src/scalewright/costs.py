@@ -84,7 +84,7 @@ def _peak_of(run: Run, plan: Plan) -> int:
     quantised = [layer for layer in plan.layers if layer.scheme.weights is not None]
     storing = max((_SEARCH + _PER_WEIGHT * layer.weight.numel() for layer in quantised), default=0.0)
     if not _has_passes(run, plan):
-        return round(storing + (_largest_together(plan, run) if run.is_streamed else 0))
+        return round(storing + (_largest_together(plan) if run.is_streamed else 0))
     alone = max(_bytes_of(layer.module.parameters()) for layer in plan.layers)
     weights = max(alone, largest_block([plan])) if run.is_streamed else 0
     waiting = _waiting_bytes(run, plan) if run.room is None else min(_waiting_bytes(run, plan), run.room)
@@ -113,7 +113,7 @@ def _waiting_bytes(run: Run, plan: Plan) -> int:
     return streams * run.num_tokens * run.hidden_size * run.element_size
 
 
-def _largest_together(plan: Plan, run: Run) -> int:
+def _largest_together(plan: Plan) -> int:
     """Bytes of the layers that are quantised together: those that a loader merges, or one alone."""
     sets: dict[Any, int] = {}
     for layer in plan.layers:

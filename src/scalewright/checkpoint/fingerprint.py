@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from scalewright.errors import ModelError
 
 _SUFFIXES = (".json", ".safetensors")
+_CHUNK = 1 << 22
 _PACKAGES = ("scalewright", "torch", "transformers", "compressed-tensors")
 
 
@@ -71,11 +72,20 @@ def fingerprint_of(
     """
     return {
         "model": _digest(_of_model(source, model)),
-        "recipe": _digest([recipe.to_yaml(), *((each, Path(each).read_bytes()) for each in sorted(files))]),
+        "recipe": _digest([recipe.to_yaml(), *((each, digest_of_file(Path(each))) for each in sorted(files))]),
         "data": digest_of_data(batches),
         "set of options": _digest(settings),
         "set of versions": json.dumps(versions()),
     }
+
+
+def digest_of_file(file: Path) -> str:
+    """A digest of all bytes of a file."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def digest_of_data(batches: Sequence[Mapping[str, Any]]) -> str:

@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scalewright.checkpoint.fingerprint import digest_of_file
 from scalewright.checkpoint.parts import Part
 from scalewright.errors import OutputError
 
 _JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
 _SYNC_SECONDS = 30.0
-_CHUNK = 1 << 22
 _LINES: dict[str, dict[str, type]] = {
     "fingerprint": {"fingerprint": dict},
     "layer": {"layer": str, "file": str, "bytes": int, "digest": str, "record": dict},
@@ -68,7 +67,7 @@ class Journal:
                 "layer": name,
                 "file": file.name,
                 "bytes": file.stat().st_size,
-                "digest": _digest(file),
+                "digest": digest_of_file(file),
                 "record": dict(record),
             }
             self._append(entry)
@@ -101,7 +100,7 @@ class Journal:
         again = f"Delete {self.folder} and run again, or use restart."
         if size != entry["bytes"]:
             raise OutputError(f"{file}: has {size:,} bytes, and was written with {entry['bytes']:,}. {again}")
-        if _digest(file) != entry["digest"]:
+        if digest_of_file(file) != entry["digest"]:
             raise OutputError(f"{file}: has other bytes than were written. {again}")
         return Part(file)
 
@@ -276,15 +275,6 @@ def _compare(folder: Path, before: Fingerprint, now: Fingerprint) -> None:
             f"{folder}: was begun with another {' and another '.join(changed)}. Run it as before to go on, or use "
             "restart to begin anew."
         )
-
-
-def _digest(file: Path) -> str:
-    """Of all bytes of a file."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

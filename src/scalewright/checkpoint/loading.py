@@ -59,11 +59,11 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 def check_device(device: str | torch.device | None) -> None:
     """Say no to a device that is not there."""
     try:
-        if torch.empty(0, device=device).is_meta:
-            raise NotImplementedError("it has no values")
+        reason = "it has no values" if torch.empty(0, device=device).is_meta else None
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.") from None
+    if reason is not None:
+        raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.")
 
 
 def load_all(
