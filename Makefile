@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= .venv-peer
 VLLM ?= .venv-vllm
 
-.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy bench-budget bench-memory bench-ranks bench-scaling vllm clean
+.PHONY: setup test explore demo lint types docs docs-tables bench bench-accuracy bench-budget bench-memory bench-ranks bench-scaling bench-solving vllm clean
 
 setup: $(VENV)/.installed
 
@@ -52,6 +52,10 @@ bench: setup $(PEER)/.installed
 # Go on where it was broken off, or try it: `make bench-accuracy ACCURACY_ARGS="--missing"`, `"--quick --only W4A16"`.
 bench-accuracy: setup $(PEER)/.installed
 	$(BIN)/python -m bench.accuracy --peer $(PEER)/bin/python $(ACCURACY_ARGS)
+
+# GPTQ's rounding alone, given Hessians: a quarter of an hour.
+bench-solving: setup $(PEER)/.installed
+	$(BIN)/python -m bench.solving --peer $(PEER)/bin/python
 
 # Two ranks of one thread beside one: `make bench-ranks RANKS_ARGS="--only GPTQ"`.
 bench-ranks: setup

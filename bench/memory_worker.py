@@ -9,7 +9,9 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,11 +37,28 @@ def main() -> None:
             "max_seq_length": request["length"],
             "num_calibration_samples": request["samples"],
         }
+    foretold = _foretold(request, modifier) if side == "ours" else {}
     at_start = status("VmHWM")
     started = time.perf_counter()
     oneshot(model=request["model"], recipe=[modifier], **options)
-    answer = {"peak_bytes": status("VmHWM"), "at_start": at_start, "seconds": time.perf_counter() - started}
+    seconds = time.perf_counter() - started
+    answer = {"peak_bytes": status("VmHWM"), "at_start": at_start, "seconds": seconds, **foretold}
     Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _foretold(request: Mapping[str, Any], modifier: Any) -> dict[str, float]:
+    """What `scalewright plan` says of the run."""
+    from scalewright.planning import plan_of  # noqa: PLC0415 (the peer's environment has none of it)
+
+    has_data = bool(request["samples"])
+    planned = plan_of(
+        request["model"],
+        [modifier],
+        has_data=has_data,
+        num_samples=request["samples"] or 1,
+        max_seq_length=request["length"],
+    )
+    return {"foretold_bytes": planned.peak_bytes, "foretold_seconds": planned.seconds}
 
 
 if __name__ == "__main__":

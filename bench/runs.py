@@ -37,6 +37,8 @@ EVAL_SAMPLES = 64
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+E4M3 = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16, **E4M3}
 PER_CHANNEL, PER_TENSOR = {**INT8, "strategy": "channel"}, {**INT8, "strategy": "tensor", "dynamic": False}
 
 
@@ -78,12 +80,22 @@ CASES = (
     RunCase("INT8 (dynamic)", scheme="INT8"),
     RunCase("FP8", scheme="FP8"),
     RunCase(
+        "FP8, `memoryless_minmax`",
+        weights={**FP8, "strategy": "tensor", "observer": "memoryless_minmax"},
+        inputs={**FP8, "strategy": "tensor", "dynamic": False, "observer": "static_minmax"},
+    ),
+    RunCase(
         "FP8_DYNAMIC, `memoryless_minmax`",
         weights={**FP8, "strategy": "channel", "observer": "memoryless_minmax"},
         inputs={**FP8, "strategy": "token", "dynamic": True},
     ),
     RunCase("FP8_DYNAMIC", scheme="FP8_DYNAMIC"),
     RunCase("NVFP4", scheme="NVFP4"),
+    RunCase(
+        "NVFP4, `memoryless_minmax`",
+        weights={**NVFP4, "observer": "memoryless_minmax"},
+        inputs={**NVFP4, "dynamic": "local", "observer": "static_minmax"},
+    ),
     RunCase("NVFP4A16", scheme="NVFP4A16"),
 )
 

@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 CHART = PAGE.parent / "accuracy.svg"
 BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
 TOPICS = ("search", "minmax", "growth", "runs", "accuracy")
-OTHERS = ("vllm", "budget", "memory", "ranks")
+OTHERS = ("vllm", "solving", "budget", "memory", "ranks")
 LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions", "scheme", "side", "contestant")
 MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
 
@@ -78,6 +78,7 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
         *("### Whole runs", _runs_table(_sound(runs))),
         *("### Accuracy", *_accuracy(_sound(accuracy))),
+        *("### GPTQ: solving alone", _solving_table(results.get("solving", {}))),
         *("### A budget of bits", _budget_table(results.get("budget", {}))),
         *("### Memory", _memory_table(results.get("memory", {}))),
         *("### Ranks", _ranks_table(results.get("ranks", {}))),
@@ -255,6 +256,25 @@ def _budget_table(measured: Row) -> str:
         foreseen = "" if row["foreseen"] is None else _digits(row["foreseen"])
         lines.append([*cells, f"{row['bits']:.3f}", _digits(row["kl"]), foreseen, f"{row['top1']:.1%}"])
     return _table(["model", "quality", "schemes", "recipe", "bits", "KL", "foreseen", "top-1"], lines)
+
+
+def _solving_table(measured: Row) -> str:
+    """GPTQ's rounding, given Hessians and scales; its rows come from `make bench-solving`."""
+    by_shape: dict[str, dict[int, Row]] = {}
+    for row in measured.get("rows", []):
+        by_shape.setdefault(f"{row['rows']} x {row['columns']}", {})[row["threads"]] = row
+    lines = []
+    for shape, found in by_shape.items():
+        cells = [shape]
+        for row in found.values():
+            ours, peer = row["ours"], row["peer"]
+            speed = f"**{_factor(peer['seconds'] / ours['seconds'])}x**"
+            cells += [_seconds(peer["seconds"]), _seconds(ours["seconds"]), speed]
+        last = found[max(found)]
+        lines.append([*cells, f"{last['ours']['error'] / last['peer']['error']:.3f}"])
+    threads = sorted({row["threads"] for row in measured.get("rows", [])})
+    heads = [head for each in threads for head in (f"peer, {each} thread{'s' * (each > 1)}", "ours", "faster")]
+    return _table(["weight", *heads, "our error / peer's"], lines)
 
 
 def _memory_table(measured: Row) -> str:

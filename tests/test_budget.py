@@ -302,6 +302,11 @@ def test_mistakes_are_one_line(words, expected, more, tmp_path, monkeypatch):
             ("--importance", "a.safetensors", "--positive-scales"),
             "--importance, --positive-scales: no scheme is chosen without --bits. Give those, or leave it out.",
         ),
+        (
+            ("--pipeline", "basic", "--batch-size", 2, "--max-memory", "8GB", "--ranks", 2),
+            "--batch-size, --pipeline, --max-memory, --ranks: --sensitivity measures layers, and plans no run. "
+            "Leave it out.",
+        ),
     ],
 )
 def test_nothing_that_is_said_to_a_measurement_is_ignored(words, expected):

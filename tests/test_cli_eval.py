@@ -9,9 +9,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from scalewright import oneshot
 from scalewright.cli import app, shown
 from scalewright.cli import evaluate as command
 from scalewright.evaluation import Evaluation, Figure, PositionBin, WorstSample, WorstToken, evaluate
+from scalewright.report.evaluated import Evaluated
+from scalewright.report.page import write_report
 
 IDS = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -61,6 +64,26 @@ def test_for_machines_there_is_nothing_but_json(folders):
     again = evaluate(str(model), against=str(other), dataset=data, generate=False, max_seq_length=12)
     assert found == json.loads(again.to_json())
     assert (found["num_samples"], found["num_tokens"], found["generation"]) == (8, 88, None)
+
+
+def test_what_was_found_goes_into_the_page_and_into_later_ones(folders, tmp_path):
+    model, _, data = folders
+    out = tmp_path / "out"
+    oneshot(str(model), scheme="W8A8_DYNAMIC", output_dir=out)
+    words = (out, "--against", model, "--data", data, "--no-generate", "--report")
+    assert f"{out / 'report.html'} is written." in invoke(*words).stdout.replace("\n", " ").replace("  ", " ")
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert found["report"] == str(out / "report.html")
+    kl = Evaluated.of(found).kl.in_words
+    assert kl in (out / "report.html").read_text(encoding="utf-8")
+    assert kl in write_report(out, tmp_path / "later.html").read_text(encoding="utf-8")
+
+
+def test_a_page_on_what_is_no_checkpoint_is_refused_before_the_work(folders, monkeypatch):
+    model, _, data = folders
+    monkeypatch.setattr("scalewright.evaluation.evaluate", lambda *_, **__: pytest.fail("it was evaluated"))
+    said = invoke(model, "--data", data, "--report", code=2).stderr
+    assert "has neither scalewright.json nor a quantization_config" in " ".join(said.split())
 
 
 def test_a_babbler_ends_with_1(folders):

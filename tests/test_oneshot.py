@@ -67,6 +67,20 @@ def test_a_module_that_takes_no_mask_is_given_none():
     torch.testing.assert_close(result.model.first.input_scale, by_hand.model.first.input_scale)
 
 
+@pytest.mark.parametrize("observer", ["minmax", "mse", "static_minmax", "balanced_mse"])
+def test_scales_of_activations_do_not_depend_on_the_size_of_batches(observer):
+    inputs = {"num_bits": 8, "strategy": "tensor", "observer": observer}
+    recipe = QuantizationModifier(targets=["Linear"], weights={"num_bits": 8}, input_activations=inputs)
+    rows = [row[: 4 + i] for i, row in enumerate(IDS)]  # the rest of a batch is padding
+
+    def scale(batch_size: int) -> torch.Tensor:
+        found = oneshot(tiny_llama(), recipe=recipe, dataset=rows, batch_size=batch_size).model
+        return found.get_submodule("model.layers.0.self_attn.q_proj").input_scale
+
+    torch.testing.assert_close(scale(8), scale(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(scale(3), scale(1), rtol=1e-6, atol=0)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

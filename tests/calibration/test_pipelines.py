@@ -91,9 +91,13 @@ def observed_inputs(model: nn.Module, scheme: QuantizationScheme, name: str, bat
         each for base, each in WatchedLayer(name, nn.Linear(1, 1), scheme).new_observers().items() if base == "input"
     ]
     mask: list[Tensor] = []
-    hook = model.get_submodule(name).register_forward_pre_hook(
-        lambda module, args: observer(args[0], mask=mask[-1]) and None
-    )
+
+    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = [slice(i, i + 1) for i in range(len(args[0]))] if observer.ordered else [slice(None)]
+        for row in rows:  # a moving average goes by samples
+            observer(args[0][row], mask=mask[-1][row])
+
+    hook = model.get_submodule(name).register_forward_pre_hook(see)
     with torch.no_grad():
         for batch in batches:
             mask.append(batch["attention_mask"])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_range
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 from compressed_tensors.utils.impl_backend import ImplBackend
 from hypothesis import given
@@ -49,6 +51,42 @@ def test_bytes_are_theirs(dtype: torch.dtype) -> None:
     assert backends.can_pack(x)
     assert torch.equal(backends.packed_fp4(x), theirs("pack_fp4_to_uint8", x))
     assert torch.equal(backends.packed_fp4(x.T[:, :40]), theirs("pack_fp4_to_uint8", x.T[:, :40]))  # not contiguous
+
+
+FORMATS = {
+    "int4": QuantizationArgs(num_bits=4, strategy="group", group_size=16),
+    "int8": QuantizationArgs(num_bits=8, strategy="group", group_size=16),
+    "int4 asymmetric": QuantizationArgs(num_bits=4, strategy="group", group_size=16, symmetric=False),
+    "fp8": QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=16),
+}
+
+
+@pytest.mark.parametrize("into", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_theirs(name: str, dtype: torch.dtype, into: torch.dtype | None) -> None:
+    args, x = FORMATS[name], values(dtype).nan_to_num(0, 100, -100)[:4992].view(-1, 2, 16)
+    q_min, q_max = calculate_range(args, x.device)
+    given = {
+        "x": x,
+        "scale": x.abs().amax(dim=-1, keepdim=True) / 7.3 + 1e-3,
+        "zero_point": None if args.symmetric else torch.randint(-8, 8, (len(x), 2, 1), dtype=torch.int8),
+        "q_min": q_min,
+        "q_max": q_max,
+        "args": args,
+        "dtype": into,
+        "global_scale": None,
+    }
+    assert backends.can_compute_codes(**given)
+    before = x.clone()
+    ours, expected = backends.codes_in_place(**given), ImplBackend.call("_quantize", **given)
+    assert ours.dtype == expected.dtype and torch.equal(ours.float(), expected.float()) and torch.equal(x, before)
+
+
+def test_codes_under_a_global_scale_are_left_to_them() -> None:
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    assert not backends.can_compute_codes(torch.ones(4, 16), args=args, global_scale=None)
+    assert not backends.can_compute_codes(torch.ones(4, 16), args=FORMATS["fp8"], global_scale=torch.ones(1))
 
 
 def test_they_are_taken_once_and_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

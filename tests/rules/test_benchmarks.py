@@ -107,7 +107,7 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| c~ | W fp32 | 1.20 s | 50.0 ms | **24x** | 300 ms | 400 ms | **0.75x** |" in lines
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
-    assert lines.count("Not measured.") == 7
+    assert lines.count("Not measured.") == 8
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
     served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
@@ -124,6 +124,13 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "memory": {"rows": peaks}})
     assert "| recipe | side | 4 layers, 0.40 GB | 8 layers, 0.80 GB | the deepest took |" in lines
     assert "| c | **ours** | 0.50 (0.40) | 0.60 | 2 s |\n| c | peer | 0.90 |  | 2 s |" in lines
+    solved = [
+        {"rows": 8, "columns": 4, "threads": threads, "ours": {"seconds": 0.5, "error": 2.0}, "peer": peer}
+        for threads, peer in ((1, {"seconds": 2.0, "error": 4.0}), (2, {"seconds": 1.5, "error": 4.0}))
+    ]
+    lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "solving": {"rows": solved}})
+    assert "| weight | peer, 1 thread | ours | faster | peer, 2 threads | ours | faster | our error / peer's |" in lines
+    assert "| 8 x 4 | 2.00 s | 500 ms | **4.0x** | 1.50 s | 500 ms | **3.0x** | 0.500 |" in lines
     seconds = {"1": {"whole": 6.0}, "2": {"whole": 4.0}}
     played = {"c": {"seconds": seconds, "speed": {"whole": 1.5, "processor": 1.75}}}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "ranks": {"rows": played}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import floor, log10
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,6 +60,9 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Write report.html into the checkpoint, with what was found in it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure how much of a model is left: perplexity, KL and agreement with the original, and what it writes.
@@ -66,8 +70,12 @@ def evaluate(
     Exit code 1 if it babbles.
     """
     from scalewright.evaluation import evaluate as run
+    from scalewright.report.page import write_report
+    from scalewright.report.reading import read_folder
 
     with failing_politely(), progress_shown(quiet=as_json) as on_step:
+        if report:
+            read_folder(Path(model))  # says no before the work
         found = run(
             model,
             against=against,
@@ -86,10 +94,13 @@ def evaluate(
             seed=seed,
             on_step=on_step,
         )
+        page = write_report(model, evaluation=found.to_dict()) if report else None
     if as_json:
-        print(json.dumps(found.to_dict(), allow_nan=False))
+        print(json.dumps(found.to_dict() | ({} if page is None else {"report": str(page)}), allow_nan=False))
     else:
         _show(found)
+        if page is not None:
+            say(f"{page} is written.")
     if found.babbles:
         raise typer.Exit(1)
 

@@ -21,6 +21,7 @@ from scalewright.cli.options import (
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, new_table, out_console, say, sensitivity_table, tell
+from scalewright.errors import RecipeError
 
 
 @app.command()
@@ -44,6 +45,8 @@ def plan(
 
     found = allocation = None
     with failing_politely(), progress_shown(quiet=as_json) as on_step:
+        if sensitivity:
+            _refuse_idle(job, ranks)
         if sensitivity or job.bits is not None:
             of_data = {"column": column, "split": split, "pack": pack, "tokenizer": tokenizer}
             found = job.sensitivity(on_step, **of_data, seed=seed, device=device)
@@ -77,6 +80,15 @@ def plan(
     tell(planned.notes)
     for line in planned.summary():
         say(line)
+
+
+def _refuse_idle(job: Job, ranks: int) -> None:
+    """Say no to options of a run that is not planned."""
+    names = ("batch_size", "pipeline", "sequential_targets", "max_memory")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(job, name) not in (None, [], "auto")]
+    given += ["--ranks"] if ranks > 1 else []
+    if given:
+        raise RecipeError(f"{', '.join(given)}: --sensitivity measures layers, and plans no run. Leave it out.")
 
 
 def _show(found: Any, allocation: Any, *, as_json: bool) -> None:

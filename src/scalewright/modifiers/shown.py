@@ -6,7 +6,7 @@ experts may see the same tokens. What one of them has computed from it is kept f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,15 +33,32 @@ class Shown:
         found: _T = self._known[key]
         return found
 
+    def samples(self) -> Iterator[Shown]:
+        """The samples of a batch one by one; a tensor that does not tell them apart ([tokens, features]) as a whole."""
+        if self.value.ndim < 3 or len(self.value) == 1:
+            yield self
+            return
+        for each in range(len(self.value)):
+            one = slice(each, each + 1)
+            yield Shown(self.value[one], None if self.mask is None else self.mask[one])
+
 
 See = Callable[[Shown], object]
 """Somebody who looks at it."""
 
 
 def shown_to(observer: Observer) -> See:
-    """Shows values to an observer. Where several with equal arguments are shown one tensor, it is looked at once."""
-    if observer.ordered:  # what came before matters
-        return lambda shown: observer(shown.value, mask=shown.mask)
+    """Shows values to an observer. Where several with equal arguments are shown one tensor, it is looked at once.
+
+    One to whom it matters what came before is shown sample by sample: how many make up a batch is our affair.
+    """
+    if observer.ordered:
+
+        def show_in_turn(shown: Shown) -> None:
+            for each in shown.samples():
+                observer(each.value, mask=each.mask)
+
+        return show_in_turn
     key = (type(observer), observer.base_name, observer.args.model_dump_json())
 
     def look(shown: Shown) -> Observer:

@@ -1,4 +1,4 @@
-"""A weight becomes what a checkpoint stores, and then what will be read back, by compressed-tensors alone.
+"""A weight becomes what a checkpoint stores, and then what will be read back, as compressed-tensors does it.
 
 It goes some rows at a time, so that what is made on the way stays in cache and never takes the memory of a weight.
 """
@@ -6,6 +6,7 @@ It goes some rows at a time, so that what is made on the way stays in cache and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -14,6 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from scalewright.modifiers import backends
+from scalewright.modifiers.packing import MXFP4Packer, NVFP4Packer, Packer
 from scalewright.numerics.layout import strategy_of
 
 backends.register()
@@ -23,6 +25,11 @@ _STEP = 128  # rows go in multiples of this: zero points are packed eight rows t
 _BY_ROW = ("tensor", "channel", "group", "tensor_group")  # nothing is shared by some rows and not by others
 _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _SHAPE = "weight_shape"
+_QUICK = {
+    CompressionFormat.pack_quantized: Packer,
+    CompressionFormat.nvfp4_pack_quantized: NVFP4Packer,
+    CompressionFormat.mxfp4_pack_quantized: MXFP4Packer,
+}
 
 
 def store(
@@ -32,7 +39,7 @@ def store(
     take: Callable[[slice, Tensor], None],
 ) -> dict[str, Tensor]:
     """The tensors that a checkpoint stores for a module's `state`. `take` is given rows as they will be read back."""
-    compressor = BaseCompressor.get_value_from_registry(stored_as.value)
+    compressor = _compressor(stored_as)
     weight = state["weight"]
     pieces: list[dict[str, Tensor]] = []
     for rows in _slices(weight, scheme):
@@ -54,9 +61,12 @@ def store(
 
 def read_back(stored: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat) -> Tensor:
     """The weight that a loader will make of stored tensors."""
-    compressor = BaseCompressor.get_value_from_registry(stored_as.value)
-    weight: Tensor = compressor.decompress(dict(stored), scheme)["weight"]
+    weight: Tensor = _compressor(stored_as).decompress(dict(stored), scheme)["weight"]
     return weight
+
+
+def _compressor(stored_as: CompressionFormat) -> Any:
+    return _QUICK.get(stored_as) or BaseCompressor.get_value_from_registry(stored_as.value)
 
 
 def _slices(weight: Tensor, scheme: QuantizationScheme) -> list[slice]:

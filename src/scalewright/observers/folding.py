@@ -40,7 +40,9 @@ class Memoryless(Widening):
 
 
 class MovingAverage(Observer):
-    """Ranges join as `old * (1 - c) + new * c`, the first as it is. The order of batches matters.
+    """Ranges join as `old * (1 - c) + new * c`, the first as it is. Their order matters.
+
+    In calibration each sample is a value of its own, so the size of batches does not matter.
 
     Computed in fp32 or better whatever the dtype of the values, so a long run does not freeze. Two sides merge as
     their mean, weighted by how many tokens each saw (for weights: how many tensors).
@@ -52,7 +54,7 @@ class MovingAverage(Observer):
         Knob(
             "averaging_constant",
             0.01,
-            "share of the newest batch in the moving average; 1 keeps the newest alone",
+            "share of the newest sample in the moving average; 1 keeps the newest alone",
             above=0,
             high=1,
         ),

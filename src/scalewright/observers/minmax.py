@@ -30,7 +30,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
 @Observer.register("minmax")
 class MinMaxObserver(MovingAverage):
-    """A moving average of each batch's least and largest value."""
+    """A moving average of each sample's least and largest value."""
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:

@@ -69,7 +69,7 @@ class MemorylessMSEObserver(Memoryless, RangeSearchObserver):
 
 @Observer.register("mse")
 class MovingAverageMSEObserver(MovingAverage, RangeSearchObserver):
-    """The range that loses least for each batch, smoothed by a moving average."""
+    """The range that loses least for each sample, smoothed by a moving average."""
 
     knobs: ClassVar[tuple[Knob, ...]] = (*MovingAverage.knobs, *SEARCH_KNOBS)
     merge_rules: ClassVar[Mapping[str, Rule]] = {**MovingAverage.merge_rules, "true_absmax": "max"}

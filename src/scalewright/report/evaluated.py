@@ -28,6 +28,12 @@ class Measured:
         whole = f"{self.value:.4g}" if self.error is None else f"{self.value:.{digits}f}"
         return whole if self.error is None else f"{whole} ± {self.error:.{digits}f}"
 
+    @property
+    def in_percent(self) -> str:
+        """The same of a share, as `88.7 ± 0.4 %`."""
+        error = None if self.error is None else 100 * self.error
+        return f"{Measured(100 * self.value, error).in_words} %"
+
 
 @dataclass(frozen=True)
 class Evaluated:

@@ -3,6 +3,7 @@
 scalewright.json            what was done, and the figures of each layer
 scalewright_pictures.json   histograms of each layer's weight and input
 scalewright_timings.json    seconds by phase; only `--report` writes it, because equal runs are equal files
+scalewright_evaluation.json what `eval` has found, once a page was written with it
 report.html                 the page
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 RUN_FILE = "scalewright.json"
 PICTURES_FILE = "scalewright_pictures.json"
 TIMINGS_FILE = "scalewright_timings.json"
+EVALUATION_FILE = "scalewright_evaluation.json"
 PAGE_FILE = "report.html"
 
 

@@ -16,7 +16,7 @@ from scalewright.errors import OutputError
 from scalewright.report.advice import advice_for, flags_for
 from scalewright.report.drawing import render
 from scalewright.report.evaluated import Evaluated
-from scalewright.report.files import PAGE_FILE, TIMINGS_FILE
+from scalewright.report.files import EVALUATION_FILE, PAGE_FILE, TIMINGS_FILE
 from scalewright.report.reading import Findings, Layer, read_folder
 
 _NUM_WORST = 10
@@ -33,15 +33,17 @@ def write_report(
 ) -> Path:
     """Write the page on the checkpoint in a folder, to `file` or to report.html in it; where it was written.
 
-    `seconds` by phase are kept in the folder, so that later pages have them. `evaluation` is what `eval` found.
+    `seconds` by phase, and what `eval` found, are kept in the folder, so that later pages have them.
     """
     folder = Path(folder)
     page = page_of(read_folder(folder, seconds=seconds, evaluation=evaluation))
     target = folder / PAGE_FILE if file is None else Path(file)
     if target.is_dir():
         raise OutputError(f"{target}: is a folder. Give a file.")
-    if seconds is not None:
-        write_file(folder / TIMINGS_FILE, f"{json.dumps(_timings(seconds), indent=2)}\n".encode(), overwrite=True)
+    kept = {TIMINGS_FILE: None if seconds is None else _timings(seconds), EVALUATION_FILE: evaluation}
+    for name, found in kept.items():
+        if found is not None:
+            write_file(folder / name, f"{json.dumps(found, indent=2)}\n".encode(), overwrite=True)
     return write_file(target, page.encode(), overwrite=True)
 
 

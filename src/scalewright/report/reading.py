@@ -17,7 +17,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from scalewright.errors import ModelError
-from scalewright.report.files import PICTURES_FILE, RUN_FILE, TIMINGS_FILE
+from scalewright.report.files import EVALUATION_FILE, PICTURES_FILE, RUN_FILE, TIMINGS_FILE
 from scalewright.report.places import Place, places_of
 
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -116,7 +116,7 @@ def read_folder(
         {} if run is None else run,
         _recipe(folder, run),
         None if kept is None else {str(key): found for key, value in kept.items() if (found := _number(value))},
-        evaluation,
+        evaluation if evaluation is not None else _object_in(folder / EVALUATION_FILE),
     )
 
 
