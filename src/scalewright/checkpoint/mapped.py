@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,33 +48,40 @@ class _Range:
 
 @dataclass
 class MappedFiles:
-    """The files that the weights of one model lie in."""
+    """The files that the weights of one model lie in.
+
+    A file is known from the first parameter that lies in it, and stays mapped from then on: giving back memory that
+    has meanwhile become somebody else's would wipe that out.
+    """
 
     scratch: Scratch
     _ranges: list[_Range] = field(default_factory=list)
-    _others: set[_Range] = field(default_factory=set)
-    """What was mapped before, by whom ever."""
+    _tensors: list[Tensor] = field(default_factory=list)
+    """One in each range, which keeps it mapped."""
     _own: dict[int, tuple[mmap.mmap, int]] = field(default_factory=dict)
     _headers: dict[Path, dict[tuple[int, int], TensorAt]] = field(default_factory=dict)
 
     @contextmanager
     def catching(self) -> Iterator[None]:
         """While inside, parameters that modules are given come to lie in files."""
+        others = set(_mapped_now()).difference(self._ranges)  # by whom ever
 
         def put_away(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-            if parameter is None or parameter.device.type != "cpu" or num_bytes(parameter) < _SMALL:
+            if parameter is None or parameter.device.type != "cpu" or not parameter.numel() or self.has(parameter):
                 return None
-            if self.has(parameter):
+            mapped_now = set(_mapped_now())
+            if self._keep(parameter, mapped_now) or num_bytes(parameter) < _SMALL:
                 return None
+            for each in mapped_now - others:  # it was computed from what lies there
+                _give_back(each.start, each.end - each.start)
             mapped, file = self.scratch.place(parameter, is_shared=False)
             self._own[mapped.data_ptr()] = (file, num_bytes(mapped))
-            self.give_back_all()  # it was computed from what lies there
+            _give_back(mapped.data_ptr(), num_bytes(mapped))
             flags = {key: value for key, value in vars(parameter).items() if key.startswith("_is_hf")}
             placed = nn.Parameter(mapped, requires_grad=parameter.requires_grad)
             vars(placed).update(flags)
             return placed
 
-        self._others = set(_mapped_now())
         before = os.environ.get(_ASYNC)
         os.environ[_ASYNC] = "1"  # its threads would run ahead, and have the whole model in memory
         hook = register_module_parameter_registration_hook(put_away)  # type: ignore[arg-type]
@@ -90,11 +97,8 @@ class MappedFiles:
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in one of the files."""
         pointer = tensor.data_ptr()
-        if any(start <= pointer < start + size for start, (_, size) in self._own.items()):
-            return True
-        if self._range(pointer) is None:
-            self._ranges = sorted(set(_mapped_now()) - self._others)
-        return self._range(pointer) is not None
+        is_own = any(start <= pointer < start + size for start, (_, size) in self._own.items())
+        return is_own or self._range(pointer) is not None
 
     def place_of(self, tensor: Tensor) -> TensorAt | None:
         """Where the bytes of a tensor are, if it is one of a file as it is."""
@@ -120,6 +124,15 @@ class MappedFiles:
             _give_back(each.start, each.end - each.start)
         for start, (_, size) in self._own.items():
             _give_back(start, size)
+
+    def _keep(self, tensor: Tensor, mapped: Iterable[_Range]) -> bool:
+        """Take note of the file among those that are `mapped` which a tensor lies in, if there is one."""
+        found = next((each for each in mapped if each.start <= tensor.data_ptr() < each.end), None)
+        if found is None:
+            return False
+        insort(self._ranges, found)
+        self._tensors.append(tensor.detach())
+        return True
 
     def _range(self, pointer: int) -> _Range | None:
         place = bisect_right(self._ranges, pointer, key=lambda each: each.start) - 1
