@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from scalewright import QuantizationModifier, oneshot
+from scalewright.checkpoint.verifying import verify_checkpoint
 from scalewright.errors import (
     CalibrationError,
     DataError,
@@ -333,3 +335,42 @@ def test_weights_keep_their_place_in_memory_unless_they_share_it():
         if "q_proj" not in name:
             assert each.weight.data_ptr() == places[name], name
     assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() != whole.data_ptr()
+
+
+class Shared(nn.Module):
+    """A module that is there by two names, and an embedding whose weight the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(96, 64)
+        block = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList([block, nn.Linear(64, 64), block])
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["blocks.0"], ["re:blocks.0$"]])
+def test_a_module_that_is_there_by_two_names_is_stored_by_both(targets, tmp_path):
+    recipe = QuantizationModifier(scheme="W8A8", targets=targets, ignore=["head"])
+    result = oneshot(Shared(), recipe=recipe, dataset=IDS, output_dir=tmp_path / "out")
+
+    assert verify_checkpoint(tmp_path / "out") == []
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["blocks.0.weight"].dtype == torch.int8
+    for each in ("weight", "weight_scale", "input_scale", "bias"):
+        torch.testing.assert_close(tensors[f"blocks.2.{each}"], tensors[f"blocks.0.{each}"], rtol=0, atol=0)
+    torch.testing.assert_close(tensors["head.weight"], tensors["embed.weight"], rtol=0, atol=0)
+    assert [layer.name for layer in result.layers].count("blocks.0") == 1
+
+
+def test_the_second_name_of_a_module_is_no_name_for_a_recipe():
+    notes = oneshot(Shared(), recipe=QuantizationModifier(scheme="W8A16", group_size=64, ignore=["blocks.2"])).notes
+
+    assert "ignore: 'blocks.2' means blocks.2, which is blocks.0 by another name. Name that." in notes

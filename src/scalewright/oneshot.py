@@ -35,7 +35,7 @@ from scalewright.checkpoint.mapped import MappedFiles, can_map
 from scalewright.checkpoint.memory import in_bytes, room_for_activations
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.reading import load_checkpoint
-from scalewright.checkpoint.saving import check_output, disk_of, save_checkpoint
+from scalewright.checkpoint.saving import check_output, disk_of, names_of, save_checkpoint
 from scalewright.checkpoint.shelf import Shelf
 from scalewright.checkpoint.verifying import check_draft
 from scalewright.errors import OutputError, RecipeError, StrictError
@@ -111,9 +111,11 @@ class Result:
             if each.compressed
         }
         told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
-        for row in told["layers"]:
+        rows = {row["name"]: row for row in told["layers"]}
+        for row in rows.values():
             places = parts[row["name"]].places if row["name"] in parts else {}
             row["digests"] = {name: each.digest() for name, each in sorted(places.items())}
+        told["layers"] = [{**rows[layer], "name": name} for name, layer in names_of(self.in_memory, rows).items()]
         files = {
             "recipe.yaml": self.recipe.to_yaml(),
             RUN_FILE: json.dumps(told, indent=2),

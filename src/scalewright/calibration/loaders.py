@@ -117,7 +117,7 @@ def _own_groups(model: nn.Module, config: QuantizationConfig) -> dict[str, str]:
     """The group of each quantised module."""
     return {
         name: group
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if is_module_quantized(module) and (hasattr(module, IMPL_ATTR) or not is_cached_attention_module(module))
         for group, scheme in config.config_groups.items()
         if scheme == module.quantization_scheme
@@ -132,7 +132,7 @@ def groups_read(model: nn.Module, config: QuantizationConfig, names: Mapping[str
     schemes = _schemes(config)
     owners = {target: group for group, scheme in schemes.items() for target in scheme.targets}  # the last one counts
     read = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # what is there twice is stored twice
         seen = names.get(name, name)
         is_layer = isinstance(module, QUANTIZABLE)
         if not (is_layer or (not names and is_cached_attention_module(module))):
@@ -168,7 +168,8 @@ def _schemes(config: QuantizationConfig) -> dict[str, QuantizationScheme]:
 
 def _names_in_checkpoints(model: nn.Module) -> dict[str, str]:
     """What the linear layers and embeddings of a model are called in its checkpoints."""
-    names = [name for name, module in model.named_modules() if isinstance(module, QUANTIZABLE)]
+    every = model.named_modules(remove_duplicate=False)
+    names = [name for name, module in every if isinstance(module, QUANTIZABLE)]
     found = {name: name for name in names}
     if isinstance(model, PreTrainedModel):
         marked = {f"{name}.weight": torch.empty(i, 0, device="meta") for i, name in enumerate(names)}

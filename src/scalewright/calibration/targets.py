@@ -237,7 +237,11 @@ class _Resolution:
         if text in self.seen:
             inside = f" For the layers inside of it write '{text}.*'." if text in names else ""
             return f"{says} that could be quantised, only such as hold others.{inside}"
-        if Pattern.of(text).regex is not None:
+        pattern, first = Pattern.of(text), {id(module): name for name, module in _modules(self.model)}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            if pattern.means(name, module) and id(module) in first:
+                return f"{field_name}: '{text}' means {name}, which is {first[id(module)]} by another name. Name that."
+        if pattern.regex is not None:
             return f"{says}."
         if any(name.endswith(f".{text}") for name in names):
             return f"{says}. Write '*.{text}' for names that end so."

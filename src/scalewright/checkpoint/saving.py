@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def save_checkpoint(
             with _settings_apart(model, draft):
                 model.save_pretrained(draft, state_dict=state, max_shard_size="1000TB")
         else:
-            save_file({name: each.contiguous() for name, each in state.items()}, draft / "model.safetensors")
+            save_file(_each_its_own(state), draft / "model.safetensors")
         whole = draft / "model.safetensors"
         rest = whole.rename(draft / "rest.safetensors")
         write_shards(draft, _without_stand_ins(tensors_in(rest), stored), max_bytes=_SHARD_BYTES)
@@ -168,11 +169,12 @@ def _with_stand_ins(
         stored.append(place)
         return torch.full(_STAND_IN, len(stored) - 1, dtype=torch.int64)
 
-    for name in [name for name in state if name.rpartition(".")[0] in layers]:
+    called = names_of(model, layers)
+    for name in [name for name in state if name.rpartition(".")[0] in called]:
         del state[name]
-    for layer, part in layers.items():
-        for name, place in part.places.items():
-            state[f"{layer}.{name}"] = stand_in(place)
+    for name, layer in called.items():
+        for each, place in layers[layer].places.items():
+            state[f"{name}.{each}"] = stand_in(place)
     tables = _tables(model)
     by_place: dict[Any, Tensor] = {}  # a tensor that is there by two names is one
     for name, tensor in state.items():
@@ -183,6 +185,22 @@ def _with_stand_ins(
                 by_place[key] = stand_in(in_file or TensorHere(tensor))
             state[name] = by_place[key]
     return state, stored
+
+
+def _each_its_own(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, none of which shares memory with another: safetensors writes no others."""
+    owners = Counter(each.untyped_storage().data_ptr() for each in state.values())
+    return {
+        name: each.clone() if owners[each.untyped_storage().data_ptr()] > 1 else each.contiguous()
+        for name, each in state.items()
+    }
+
+
+def names_of(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """The layer that each name means: a module that is there by two names is stored by both, as loaders look for it."""
+    first = {id(model.get_submodule(name)): name for name in layers}
+    names = {name: first.get(id(module)) for name, module in model.named_modules(remove_duplicate=False)}
+    return {name: layer for name, layer in names.items() if layer is not None}
 
 
 def _tables(model: nn.Module) -> set[int]:

@@ -168,7 +168,7 @@ def _by_model(folder: Folder, model: nn.Module, quantization: QuantizationConfig
     ties = _ties(model, kept)
     state = {name: each.detach() for name, each in kept.items()}
     described: list[tuple[str, str, QuantizationScheme, str, tuple[int, ...], dict[str, Stored]]] = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         found = _described(model, name, module, groups.get(name), quantization, structure)
         if found is None:
             continue
