@@ -22,7 +22,7 @@ from rich.table import Table
 
 from scalewright import Result, evaluate, oneshot
 from scalewright.cli.progress import progress_shown
-from scalewright.cli.shown import layers_table
+from scalewright.cli.tables import layers_table, show_table
 from scalewright.evaluation import Evaluation
 from scalewright.report.page import write_report
 
@@ -85,7 +85,7 @@ def main() -> None:
 
     best, measured = runs["best"]
     report = write_report(best.output_dir, seconds=best.seconds, evaluation=measured.to_dict())
-    console.print(layers_table(best.to_dict()["layers"]))
+    show_table(layers_table(best.to_dict()["layers"]), console)
     for note in dict.fromkeys(note for result, _ in runs.values() for note in result.notes):
         console.print(f"[yellow]note[/] {escape(note)}")
     console.print(qualities_table(options.scheme, runs, size_of(options.model)))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from scalewright.cli.app import app
 from scalewright.cli.options import AsJson
-from scalewright.cli.shown import new_table, out_console
+from scalewright.cli.tables import new_table, show_table
 from scalewright.observers.catalog import COLUMNS, observer_rows
 
 
@@ -23,7 +23,7 @@ def schemes(as_json: AsJson = False) -> None:
     table = new_table("Schemes", "scheme", "weights", "activations", "bits", "needs data")
     for row in rows:
         table.add_row(row.name, row.weights, row.activations, f"{row.bits:.2f}", "yes" if row.needs_data else "no")
-    out_console.print(table)
+    show_table(table)
 
 
 @app.command()
@@ -35,4 +35,4 @@ def observers(as_json: AsJson = False) -> None:
     table = new_table("Observers", "name", "what it finds", "watches", "knobs (defaults)")
     for name, what, watches, _, knobs, *_ in observer_rows():
         table.add_row(name, what, watches, knobs)
-    out_console.print(table)
+    show_table(table)

@@ -29,7 +29,8 @@ from scalewright.cli.options import (
     run_option,
 )
 from scalewright.cli.progress import progress_shown
-from scalewright.cli.shown import failing_politely, new_table, out_console, say, tell
+from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.cli.tables import new_table, show_table
 
 if TYPE_CHECKING:
     from scalewright.evaluation import Evaluation, Figure, Generation
@@ -106,7 +107,7 @@ def evaluate(
 
 
 def _show(found: Evaluation) -> None:
-    out_console.print(_table(found))
+    show_table(_table(found))
     if found.positions:
         for line in (*_curves(found), "", *_worst(found), ""):
             say(line)

@@ -31,7 +31,8 @@ from scalewright.cli.options import (
     recipe_option,
 )
 from scalewright.cli.progress import progress_shown
-from scalewright.cli.shown import failing_politely, new_table, out_console, say, tell
+from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.cli.tables import add_numbers, new_table, show_table
 from scalewright.errors import OutputError, RecipeError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def observe(
     if as_json:
         print(json.dumps({**found.to_dict(), "out": None if out is None else str(out)}))
         return
-    out_console.print(_table(found, worst_first=worst_first))
+    show_table(_table(found, worst_first=worst_first))
     tell(found.notes[:_NUM_NOTES])
     if len(found.notes) > _NUM_NOTES:
         say(f"{len(found.notes) - _NUM_NOTES} more notes are in --json, and in files.", "note ", style="yellow")
@@ -152,7 +153,7 @@ def _table(found: Observations, *, worst_first: bool) -> Table:
     table = new_table(f"{what}; dB of signal to noise under {found.scheme}", "layer")
     table.padding = (0, 0, 0, 0)  # a space stands between columns all the same
     for head in shown:
-        table.add_column(head, justify="right")
+        add_numbers(table, head)
     for layer in layers:
         table.add_row(layer.name, *(cells[by_name[layer.name]] for cells in shown.values()))
     table.caption = (

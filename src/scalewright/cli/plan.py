@@ -20,7 +20,8 @@ from scalewright.cli.options import (
     with_job,
 )
 from scalewright.cli.progress import progress_shown
-from scalewright.cli.shown import failing_politely, new_table, out_console, say, sensitivity_table, tell
+from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.cli.tables import new_table, sensitivity_table, show_table
 from scalewright.errors import RecipeError
 
 
@@ -76,7 +77,7 @@ def plan(
     table = new_table(f"{job.model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
     for row in planned.groups:
         table.add_row(row.example, str(row.count), row.weights, row.activations, row.observers, f"{row.bits:.2f}")
-    out_console.print(table)
+    show_table(table)
     tell(planned.notes)
     for line in planned.summary():
         say(line)
@@ -96,7 +97,7 @@ def _show(found: Any, allocation: Any, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**found.to_dict(), **({} if allocation is None else {"chosen": allocation.to_dict()})}))
         return
-    out_console.print(sensitivity_table(found, {} if allocation is None else allocation.schemes))
+    show_table(sensitivity_table(found, {} if allocation is None else allocation.schemes))
     tell(found.notes)
     if allocation is not None:
         say(allocation.summary())

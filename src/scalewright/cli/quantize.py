@@ -24,7 +24,8 @@ from scalewright.cli.options import (
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.ranks import RankTimeout, shared_by_ranks
-from scalewright.cli.shown import failing_politely, layers_table, out_console, say, tell
+from scalewright.cli.shown import failing_politely, say, tell
+from scalewright.cli.tables import layers_table, show_table
 from scalewright.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def quantize(
             also |= {"bits": allocation.bits, "expected_loss": allocation.loss}
         print(json.dumps({**result.to_dict(), "out": str(out), **also}))
         return
-    out_console.print(layers_table(result.to_dict()["layers"]))
+    show_table(layers_table(result.to_dict()["layers"]))
     tell(result.notes)
     if allocation is not None:
         say(allocation.summary())
