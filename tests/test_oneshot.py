@@ -374,3 +374,49 @@ def test_the_second_name_of_a_module_is_no_name_for_a_recipe():
     notes = oneshot(Shared(), recipe=QuantizationModifier(scheme="W8A16", group_size=64, ignore=["blocks.2"])).notes
 
     assert "ignore: 'blocks.2' means blocks.2, which is blocks.0 by another name. Name that." in notes
+
+
+FREE = "data: nothing is calibrated with it (data_free: {}). Leave it out, or use a recipe that looks at it."
+
+
+@pytest.mark.parametrize(
+    ("keywords", "why"),
+    [
+        ({"scheme": "FP8_DYNAMIC"}, "weights are all there is to see"),
+        ({"scheme": "W8A16", "quality": "fast"}, "weights are all there is to see"),
+        ({"scheme": "W4A16", "pipeline": "data_free"}, "asked for"),
+    ],
+)
+def test_data_that_nothing_looks_at_is_named_in_runs_and_plans(keywords, why):
+    assert oneshot(tiny_llama(), dataset=IDS, **keywords).notes == [FREE.format(why)]
+    assert refused(StrictError, tiny_llama(), dataset=IDS, **keywords, strict=True) == FREE.format(why)
+    if "quality" not in keywords:
+        scheme, *_ = keywords.values()
+        plan = plan_of(
+            tiny_llama(), QuantizationModifier(scheme=scheme), has_data=True, pipeline=keywords.get("pipeline", "auto")
+        )
+        assert FREE.format(why) in plan.notes
+
+
+def test_data_that_is_looked_at_is_not():
+    assert not any("nothing is calibrated" in note for note in oneshot(tiny_llama(), scheme="W4A16", dataset=IDS).notes)
+
+
+def test_options_of_data_that_was_not_given_are_named():
+    notes = oneshot(tiny_llama(), scheme="W4A16", column="text", batch_size=4).notes
+
+    assert notes == ["batch_size, column: there is no data to use it for. Give some, or leave it out."]
+
+
+def test_blocks_that_nothing_goes_through_are_named():
+    note = "sequential_targets: the pipeline is {}, and goes through no blocks. Ask for sequential, or leave them out."
+    blocks = {"sequential_targets": "LlamaDecoderLayer"}
+
+    assert note.format("data_free") in oneshot(tiny_llama(), scheme="W4A16", **blocks).notes
+    assert note.format("basic") in oneshot(tiny_llama(), scheme="W8A8", dataset=IDS, **blocks).notes
+    assert (
+        note.format("basic")
+        in plan_of(tiny_llama(), QuantizationModifier(scheme="W8A8"), has_data=True, **blocks).notes
+    )
+    through = oneshot(tiny_llama(), scheme="W8A8", dataset=IDS, pipeline="sequential", **blocks)
+    assert not any("sequential_targets" in each for each in through.notes)

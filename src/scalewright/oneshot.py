@@ -17,7 +17,7 @@ from torch import nn
 
 from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
-from scalewright.calibration.gathering import plan_gatherings, without_gatherers
+from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
 from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom
@@ -219,12 +219,15 @@ def oneshot(
     torch.manual_seed(seed)
     notes, layers, samples, bytes_before = _Notes(strict, told), list[QuantizedLayer](), None, _bytes_of(loaded)
     stages = [stage.modifiers for stage in parsed.stages]
-    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": dataset is not None}
+    has_data = dataset is not None
+    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data}
     with _lying_in(mapped):
         plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
     gatherings = plan_gatherings(loaded, stages, plans, files=files, **asked)
     for plan, gathering in zip(plans, gatherings, strict=True):
         notes.add([*gathering.notes, *plan.notes])
+    for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
+    notes.add(notes_on_idle(plans, gatherings, has_data=has_data, blocks=sequential_targets, for_data=for_data))
     options = DataOptions(
         num_calibration_samples,
         sequence_length(loaded, max_seq_length),
@@ -235,7 +238,7 @@ def oneshot(
         seed,
         tokens_per_batch=min(plan.tokens_per_batch() for plan in plans),
     )
-    if any(gathering.modules for gathering in gatherings) or any(plan.pipeline != "data_free" for plan in plans):
+    if runs_data(plans, gatherings):
         with clock("data"):
             samples = samples_for(loaded, dataset, options, companions)
         notes.add(samples.notes)

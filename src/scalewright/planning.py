@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scalewright.calibration.gathering import plan_gatherings, without_gatherers
+from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import bytes_after, largest_block, make_plans
 from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
@@ -109,11 +109,11 @@ def plan_of(
     num_tokens = num_samples * length
     # Where data is needed it will be given; where it is only useful it may be.
     stages = [stage.modifiers for stage in parsed.stages]
-    has_data = has_data or any(map(_needs_data, parsed.modifiers))
-    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data}
+    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data or any(map(_needs_data, parsed.modifiers))}
     plans = make_plans(built, without_gatherers(stages), blocks=sequential_targets, **asked)
     gatherings = plan_gatherings(built, stages, plans, files=files, **asked)
     told = [each.notes for each in gatherings] + [plan.notes for plan in plans]
+    told.append(notes_on_idle(plans, gatherings, has_data=has_data, blocks=sequential_targets))
     notes = list(dict.fromkeys(note for some in told for note in some))
     if strict and notes:
         raise StrictError(notes[0])

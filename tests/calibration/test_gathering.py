@@ -458,8 +458,9 @@ def test_layers_that_nobody_uses_are_named() -> None:
 
 @pytest.mark.parametrize("observer", ["memoryless_minmax", {"name": "optimal", "importance": "off"}])
 def test_observers_that_do_not_ask_are_not_served(observer: Any) -> None:
-    notes = few_tokens(notes_of(IMatrixGatherer(ignore=HEAD), quantising(observer)))
-    assert notes == [f"{Q_PROJ} and 13 more: {UNUSED}"]
+    gathering, on_data = few_tokens(notes_of(IMatrixGatherer(ignore=HEAD), quantising(observer)))
+    assert gathering == f"{Q_PROJ} and 13 more: {UNUSED}"
+    assert on_data.startswith("data: nothing is calibrated with it (data_free: weights are all there is to see).")
 
 
 def test_a_head_that_is_left_alone_goes_without_saying() -> None:

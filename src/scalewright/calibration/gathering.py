@@ -280,6 +280,36 @@ def plan_gatherings(
     return gatherings
 
 
+def notes_on_idle(
+    plans: Sequence[Plan],
+    gatherings: Sequence[Gathering],
+    *,
+    has_data: bool,
+    blocks: str | Sequence[str] | None = None,
+    for_data: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What a run was given and has no use for: data, blocks (`sequential_targets`), and options `for_data`."""
+    notes = []
+    if has_data and not runs_data(plans, gatherings):
+        how = f"{plans[-1].pipeline}: {plans[-1].why}"
+        notes.append(f"data: nothing is calibrated with it ({how}). Leave it out, or use a recipe that looks at it.")
+    idle = [name for name, value in (for_data or {}).items() if value is not None]
+    if idle and not has_data:
+        notes.append(f"{', '.join(idle)}: there is no data to use it for. Give some, or leave it out.")
+    pipelines = list(dict.fromkeys(plan.pipeline for plan in plans))
+    if blocks is not None and "sequential" not in pipelines:
+        notes.append(
+            f"sequential_targets: the pipeline is {' and '.join(pipelines)}, and goes through no blocks. Ask for "
+            "sequential, or leave them out."
+        )
+    return notes
+
+
+def runs_data(plans: Sequence[Plan], gatherings: Sequence[Gathering]) -> bool:
+    """Whether data flows through the model."""
+    return any(each.modules for each in gatherings) or any(plan.pipeline != "data_free" for plan in plans)
+
+
 def _gathering(
     model: nn.Module,
     gatherers: Sequence[IMatrixGatherer],
