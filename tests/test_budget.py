@@ -322,7 +322,9 @@ def test_budgets_that_cannot_be_kept_are_one_line(model, data, tmp_path):
         "bits: 16 for each weight is more than W8A16 takes, 9.00 with its scales. Give less, or use scheme W8A16 for "
         "all layers."
     )
-    assert error_of(*words, "--bits", "nan").startswith("bits: nan for each weight is less than W4A16 takes")
+    assert error_of(*words, "--bits", "nan") == "bits: nan is no number. Give 5.00, which W4A16 takes, or more."
+    assert error_of(*words, "--bits", "inf").startswith("bits: inf for each weight is more than W8A16 takes")
+    assert error_of(*words, "--bits", "-inf").startswith("bits: -inf for each weight is less than W4A16 takes")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -122,7 +122,7 @@ MISTAKES = [
     ),
     (
         ("--scheme", "W4A16", "--data", "ids.jsonl", "--pipeline", "sequential", "--sequential-targets", "Block"),
-        "sequential_targets: ['Block'] matches no module.",
+        "sequential_targets: ['Block'] matches no module. Name blocks by class, name or pattern.",
     ),
     (
         ("--scheme", "W4A16", "--dtype", "float33"),
@@ -260,7 +260,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(model, tmp_
     monkeypatch.setattr("os.access", lambda path, mode: False)
     out = tmp_path / "new" / "out"
     message = error_of("quantize", model, "--scheme", "W4A16", "--out", out)
-    assert message == f"{out}: {tmp_path} cannot be written to."
+    assert message == f"{out}: {tmp_path} cannot be written to. Give another folder."
 
 
 @pytest.mark.usefixtures("no_work")
@@ -268,7 +268,7 @@ def test_a_full_disk_is_noticed_before_any_work(model, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     message = error_of("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out")
     words = (
-        r"out: the checkpoint takes about [\d.]+ GB and finished layers [\d.]+ GB until it is complete, and 0\.0 GB "
+        r"out: the checkpoint takes about [\d.]+ kB and finished layers [\d.]+ kB until it is complete, and 1 kB "
         r"are free\. Make room, or give another folder\."
     )
     assert re.search(words + "$", message)
@@ -299,7 +299,10 @@ def test_a_recipe_that_means_no_layer(model, tmp_path):
 def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = error_of("quantize", name, "--scheme", "W4A16", "--out", tmp_path / "out")
-    assert message == f"{name}: there is no such folder, and no model of that name could be loaded."
+    assert message == (
+        f"{name}: there is no such folder, and no model of that name could be loaded. Give the folder of a Hugging "
+        "Face model, or its name on the hub."
+    )
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])

@@ -115,6 +115,8 @@ def test_mistakes_are_one_line_and_end_with_2(folders, tmp_path):
     line = invoke(tmp_path / "wide", "--against", model, "--data", data, code=2).stderr
     told = f"error {tmp_path / 'wide'}: has 80 logits for each token, and {model} has 64."
     assert line == f"{told} Compare models of one vocabulary.\n"
+    line = invoke(model, "--against", tmp_path / "wide", "--data", data, code=2).stderr
+    assert line.startswith(f"error {model}: has 64 logits for each token, and {tmp_path / 'wide'} has 80.")
     assert "no column 'txt'" in invoke(model, "--data", data, "--column", "txt", code=2).stderr
 
 

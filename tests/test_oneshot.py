@@ -113,7 +113,7 @@ def test_blocks_that_are_not_there_are_named():
         "no repeated blocks were found in this model. Name them in sequential_targets, or use basic."
     )
     message = refused(ModelError, **keywords, sequential_targets="Block")
-    assert message == "sequential_targets: 'Block' matches no module."
+    assert message == "sequential_targets: 'Block' matches no module. Name blocks by class, name or pattern."
     assert oneshot(Flat(), **keywords, sequential_targets=["first", "second"]).pipeline == "sequential"
 
 
@@ -420,3 +420,48 @@ def test_blocks_that_nothing_goes_through_are_named():
     )
     through = oneshot(tiny_llama(), scheme="W8A8", dataset=IDS, pipeline="sequential", **blocks)
     assert not any("sequential_targets" in each for each in through.notes)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_calibration_samples": "5"}, "num_samples: expected a whole number from 1 on, got '5'."),
+        ({"batch_size": 1.5}, "batch_size: expected a whole number from 1 on, got 1.5."),
+        ({"max_seq_length": 0}, "max_seq_length: is 0. Use 1 or more."),
+        ({"seed": 1.5}, "seed: expected a whole number, got 1.5."),
+        ({"split": "test"}, "data: has no splits. Leave split 'test' out."),
+    ],
+)
+def test_numbers_of_data_that_are_none_are_refused(keywords, message):
+    assert refused(DataError, scheme="W8A8", dataset=IDS, **keywords) == message
+
+
+@pytest.mark.parametrize("size", [-5, float("nan"), "8 XB"])
+def test_memory_that_is_no_size_is_refused(size):
+    message = refused(RecipeError, scheme="FP8_DYNAMIC", max_memory=size)
+    assert message == f"max_memory: '{size}' is no size. Write it as 8GB or 512MiB."
+
+
+def test_a_dtype_of_integers_is_refused():
+    message = refused(ModelError, scheme="FP8_DYNAMIC", dtype=torch.int8)
+    assert message.startswith("dtype: there is no 'int8'.")
+
+
+@pytest.mark.parametrize("model", [5, None, object()])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(
+        ModelError, match=rf"^model: {type(model).__name__} is none\. Give a module, a folder or a name"
+    ):
+        oneshot(model, scheme="FP8_DYNAMIC")
+
+
+def test_a_model_without_values_is_refused():
+    message = refused(ModelError, Flat().to("meta"), scheme="FP8_DYNAMIC")
+    assert message == "embed.weight: is on the device meta, and has no values. Load the model with its weights."
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_a_weight_without_elements_is_named(shape):
+    message = refused(ModelError, nn.Sequential(nn.Linear(*shape)), scheme="FP8_DYNAMIC")
+    assert message == f"0.weight: has no elements ({shape[1]} x {shape[0]}). Ignore this layer."

@@ -207,6 +207,10 @@ def test_the_recipe_that_options_stand_for_is_printed_and_nothing_is_done(qualit
     monkeypatch.chdir(tmp_path)
     words = ["quantize", "no/such/model", "--scheme", "W4A16", *options]
     words += [] if quality is None else ["--quality", quality]
+    if "--positive-scales" in options and quality != "best":
+        told = f"positive_scales: {quality or 'balanced'} has no negative scales. Leave it out, or use best."
+        assert error_of(*words, "--print-recipe") == told
+        return
     expected = recipe_for(quality or "balanced", "W4A16", **OPTIONS[options])
     printed = run(*words, "--print-recipe")
     assert printed == expected.to_yaml()

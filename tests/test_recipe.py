@@ -653,7 +653,10 @@ TEXT_ERRORS = [
     ),
     # what YAML has and recipes have not
     ("a: [b\n", "2: neither YAML nor JSON: expected ',' or ']', but got '<stream end>'."),
-    ("a:\n\tb: c\n", r"2: neither YAML nor JSON: found character '\t' that cannot start any token."),
+    (
+        "a:\n\tb: c\n",
+        r"2: neither YAML nor JSON: found character '\t' that cannot start any token. Indent with spaces.",
+    ),
     ("a: 1\n---\nb: 2\n", "2: neither YAML nor JSON: but found another document."),
     ("a: *b\n", "1: neither YAML nor JSON: found undefined alias 'b'."),
     ("a: !thing b\n", "1: neither YAML nor JSON: could not determine a constructor for the tag '!thing'."),
@@ -664,7 +667,7 @@ TEXT_ERRORS = [
     ("a: !!set {b}\n", "1: the tag tag:yaml.org,2002:set has no place in a recipe."),
     ("a:\n- &a [1, *a]\n", "2: an anchor stands inside of itself."),
     ("a: 1\n? [a, b]\n: c\n", "2: the name of an entry must be plain text."),
-    ("a: &a {b: c}\nd:\n  <<: *a\n", "3: the name of an entry must be plain text."),
+    ("a: &a {b: c}\nd:\n  <<: *a\n", "3: '<<' has no place in a recipe. Write its entries out."),
     ("a: 2020-99-99\n", "1: '2020-99-99' cannot be read: month must be in 1..12."),
 ]
 

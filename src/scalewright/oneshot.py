@@ -27,6 +27,7 @@ from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
+    check_model,
     load_all,
     samples_for,
     sequence_length,
@@ -207,7 +208,7 @@ def oneshot(
     ranks, clock = ranks or Ranks(), _Clock()
     on_step = on_step if ranks.is_first else silent
     parsed = _recipe_from(recipe, scheme, quality)
-    _check_names(pipeline, dtype, device)
+    _check_names(model, pipeline, dtype, device)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
     ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
@@ -303,7 +304,8 @@ def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe
     return Recipe.of(recipe)
 
 
-def _check_names(pipeline: str, dtype: Any, device: Any) -> None:
+def _check_names(model: Any, pipeline: str, dtype: Any, device: Any) -> None:
+    check_model(model)
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)

@@ -18,7 +18,7 @@ from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import bytes_after, largest_block, make_plans
 from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
 from scalewright.checkpoint.mapped import can_map
-from scalewright.checkpoint.memory import in_bytes, room_for_activations
+from scalewright.checkpoint.memory import in_bytes, in_units, room_for_activations
 from scalewright.costs import Rates, Run, peak_bytes, seconds, spilt_bytes
 from scalewright.errors import StrictError
 from scalewright.importance import files_of
@@ -71,9 +71,9 @@ class PlanReport:
         return [
             f"pipeline   {self.pipeline}: {self.why}",
             f"weights    {self.bits_per_weight:.2f} bits each in these layers; {_count(self.ignored)} ignored",
-            f"size       {_in_mb(self.bytes_before)} now, about {_in_mb(self.bytes_after)} then; "
-            f"{_in_mb(self.disk_bytes)} of disk on the way",
-            f"memory     about {_in_mb(self.peak_bytes)} at the most",
+            f"size       {in_units(self.bytes_before)} now, about {in_units(self.bytes_after)} then; "
+            f"{in_units(self.disk_bytes)} of disk on the way",
+            f"memory     about {in_units(self.peak_bytes)} at the most",
             f"time       about {self.seconds:.0f} s on this machine",
         ]
 
@@ -190,7 +190,3 @@ def _hidden_size(model: nn.Module) -> int:
 
 def _count(names: Sequence[str]) -> str:
     return "1 layer is" if len(names) == 1 else f"{len(names)} layers are"
-
-
-def _in_mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

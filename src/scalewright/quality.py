@@ -45,6 +45,8 @@ def recipe_for(
         )
     if importance is not None and quality == "fast":
         raise RecipeError("importance: fast weighs all errors alike. Leave it out, or use balanced.")
+    if positive_scales and quality != "best":
+        raise RecipeError(f"positive_scales: {quality} has no negative scales. Leave it out, or use best.")
     ignored = list(ignore or [LM_HEAD])
     given: dict[str, Any] = {"targets": list(targets), "scheme": scheme, "ignore": ignored}
     given |= {} if group_size is None else {"group_size": group_size}

@@ -206,7 +206,8 @@ def _stages_of_text(text: str, name: str) -> Iterable[Stage]:
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise RecipeError(f"{where}: neither YAML nor JSON: {problem}.") from None
+        advice = " Indent with spaces." if "'\\t'" in problem else ""
+        raise RecipeError(f"{where}: neither YAML nor JSON: {problem}.{advice}") from None
     except RecursionError:
         raise RecipeError(f"{name}: entries stand inside of each other, too deep for a recipe.") from None
     return _gathered(_parts(data, (), _Source(name, reading.lines)))
@@ -241,8 +242,10 @@ class _Reading:
     def _mapping(self, node: yaml.MappingNode, key: Key, above: tuple[yaml.Node, ...]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            if not isinstance(key_node, yaml.ScalarNode):
                 raise self._error(key_node, "the name of an entry must be plain text.", key)
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise self._error(key_node, "'<<' has no place in a recipe. Write its entries out.", key)
             entry = str(key_node.value)
             at = (*key, entry)
             if entry in found:

@@ -241,7 +241,9 @@ def check_bits(bits: float, by_scheme: Mapping[str, float]) -> float:
     One that is the least scheme's to two digits stands for it: NVFP4 takes a little more than 4.5 bits.
     """
     least, largest = (find(by_scheme, key=by_scheme.__getitem__) for find in (min, max))
-    if not math.isfinite(bits) or round(by_scheme[least], 2) > bits:
+    if math.isnan(bits):
+        raise RecipeError(f"bits: {bits:g} is no number. Give {by_scheme[least]:.2f}, which {least} takes, or more.")
+    if round(by_scheme[least], 2) > bits:
         raise RecipeError(
             f"bits: {bits:g} for each weight is less than {least} takes, {by_scheme[least]:.2f} with its scales. Give "
             "more, or name a smaller scheme."

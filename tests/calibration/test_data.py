@@ -1045,3 +1045,27 @@ def test_a_real_file_of_stories(stories, tmp_path):
     assert samples.notes == ["a.txt: " + FEW.format(360)]
     assert len({tuple(each[:3]) for each in sequences(samples)}) == 1  # no document begins with a new line
     assert stories.backend_tokenizer.to_str() == before
+
+
+def test_a_csv_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    (tmp_path / "two.csv").write_text("text,text\nw1,w2\n")
+    with pytest.raises(DataError, match=r"^two.csv: 2 of its columns are called 'text'. Rename them.$"):
+        load_samples(tmp_path / "two.csv", DataOptions(), tokenizer=make_tokenizer)
+
+
+def test_a_csv_file_whose_quotes_do_not_end_is_refused(tmp_path):
+    (tmp_path / "open.csv").write_text('text\n"w1 w2\nw3\n')
+    with pytest.raises(DataError, match=r"^open.csv:3: not CSV: unexpected end of data. Write it as .jsonl.$"):
+        load_samples(tmp_path / "open.csv", DataOptions(), tokenizer=make_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_a_split_of_a_file_that_has_none_is_refused(tmp_path, name):
+    (tmp_path / name).write_text({".txt": "w1 w2", ".jsonl": '{"text": "w1"}', ".csv": "text\nw1\n"}[Path(name).suffix])
+    with pytest.raises(DataError, match=rf"^{name}: has no splits. Leave split 'test' out.$"):
+        load_samples(tmp_path / name, DataOptions(split="test"), tokenizer=make_tokenizer)
+
+
+def test_splits_of_a_json_file_are_chosen_from(tmp_path):
+    (tmp_path / "a.json").write_text('{"train": [{"text": "w1"}], "test": [{"text": "w2"}, {"text": "w3"}]}')
+    assert load_samples(tmp_path / "a.json", DataOptions(split="test"), tokenizer=make_tokenizer).num_samples == 2

@@ -320,7 +320,10 @@ def test_a_model_that_repeats_no_more_than_the_original_does_not_babble():
     found = evaluate(stuck, against=stuck, dataset=rows((24,) * 8)).generation
     assert found.quantised.repeated > 0.9 and not found.babbles
     alone = evaluate(stuck, dataset=rows((24,) * 8))
-    assert alone.babbles and alone.generation.verdict == "babbles: 98% of its runs of four tokens are repeats."
+    assert alone.babbles and alone.generation.verdict == (
+        "babbles: 98% of its runs of four tokens are repeats. Small models may do so by nature: evaluate it against "
+        "the original."
+    )
 
 
 def test_texts_differ_from_where_the_models_do():

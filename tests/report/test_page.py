@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from scalewright.checkpoint.memory import in_units
 from scalewright.cli import app
 from scalewright.errors import DataError, ModelError, OutputError
 from scalewright.oneshot import oneshot
 from scalewright.report.drawing import as_script
 from scalewright.report.evaluated import Evaluated, Measured
-from scalewright.report.page import in_bytes, in_seconds, page_of, write_report
+from scalewright.report.page import in_seconds, page_of, write_report
 from scalewright.report.reading import read_folder
 
 
@@ -88,7 +89,7 @@ def test_a_run_its_page_and_its_timings_agree(tmp_path):
     stored = read_folder(out)
     quantised = [each for each in stored.layers if each.bits is not None]
     assert len(quantised) == 14 and stored.bits == pytest.approx(8, abs=0.1)
-    assert f"{in_bytes(run['bytes_before'])} before" in words_of(page)
+    assert f"{in_units(run['bytes_before'])} before" in words_of(page)
     # A page that is made later knows the time, and takes what `eval` has found.
     (tmp_path / "eval.json").write_text(json.dumps(EVALUATION))
     again = CliRunner().invoke(app, ["report", str(out), "--evaluation", str(tmp_path / "eval.json")])
@@ -310,7 +311,7 @@ def test_numbers_have_as_many_digits_as_they_deserve():
     assert [Measured(*each).in_words for each in ((0.03124, 0.0004), (8.1, None), (12345.6, 120.0), (0.5, 0.0))] == [
         *("0.03124 ± 0.00040", "8.1", "12346 ± 120", "0.5000 ± 0.0000"),
     ]
-    assert [in_bytes(each) for each in (12, 1500, 60.8e6, 2e9, 1.5e13)] == [
+    assert [in_units(each) for each in (12, 1500, 60.8e6, 2e9, 1.5e13)] == [
         "12 bytes",
         "1.5 kB",
         "60.8 MB",

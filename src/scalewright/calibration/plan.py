@@ -213,7 +213,7 @@ def _blocks(model: nn.Module, names: Sequence[str], given: str | Sequence[str] |
         name for name, module in model.named_modules() if name and any(each.means(name, module) for each in patterns)
     ]
     if not found:
-        raise ModelError(f"sequential_targets: {given!r} matches no module.")
+        raise ModelError(f"sequential_targets: {given!r} matches no module. Name blocks by class, name or pattern.")
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, islice
 from numbers import Integral
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from scalewright.errors import DataError, did_you_mean
 
+_SPLIT = "train"
 _SEPARATOR = "<|endoftext|>"
 _COLUMNS = ("input_ids", "text", "messages", "conversations", "content", "prompt")  # looked for in this order
 _SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -44,7 +45,7 @@ class DataOptions:
     column: str | None = None
     pack: bool | None = None
     """Whether samples are joined and cut into sequences of full length; None to do so for a text file of lines."""
-    split: str = "train"
+    split: str = _SPLIT
     seed: int = 0
     tokens_per_batch: int = 2048
     is_calibration: bool = True
@@ -53,8 +54,14 @@ class DataOptions:
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_seq_length", "batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name == "batch_size":
+                continue
+            if not is_id(value):
+                raise DataError(f"{name}: expected a whole number from 1 on, got {value!r}.")
+            if value < 1:
                 raise DataError(f"{name}: is {value}. Use 1 or more.")
+        if not is_id(self.seed):
+            raise DataError(f"seed: expected a whole number, got {self.seed!r}.")
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ def _from_memory(name: str, data: Any, options: DataOptions) -> Source:
         data = data.tolist()
     if isinstance(data, Mapping):
         return _from_mapping(name, data, options)
+    _refuse_split(name, options)
     if isinstance(data, str | bytes | set | frozenset):  # a set has another order each time
         raise _no_data(name, data)
     if isinstance(data, DataLoader):
@@ -150,7 +158,8 @@ def _from_mapping(name: str, data: Mapping[str, Any], options: DataOptions) -> S
             f"{name}: there is no split '{options.split}'.{did_you_mean(options.split, data)} Splits: {listed(data)}."
         )
     if options.split in data:
-        return _from_memory(name, data[options.split], options)
+        return _from_memory(name, data[options.split], replace(options, split=_SPLIT))
+    _refuse_split(name, options)
     if _is_batch(data):
         return _from_rows(name, [data], data, options)
     lists = [each for each in data.values() if isinstance(each, list)]
@@ -190,6 +199,12 @@ def _without_column(source: Source, options: DataOptions) -> Source:
     return source
 
 
+def _refuse_split(name: str, options: DataOptions) -> None:
+    """Say no to a split of data that has none."""
+    if options.split != _SPLIT:
+        raise DataError(f"{name}: has no splits. Leave split '{options.split}' out.")
+
+
 def _no_data(name: str, data: Any) -> DataError:
     return DataError(
         f"{name}: {described(data)} is no data. Give a list of texts, a file, a dataset, token ids or batches."
@@ -205,6 +220,7 @@ def _from_file(path: Path, options: DataOptions) -> Source:
         if path.suffix.lower() in readers:
             return _from_memory(path.name, readers[path.suffix.lower()](path, options), options)
         text = _text(path)
+        _refuse_split(path.name, options)
     except FileNotFoundError:
         raise _no_file(path) from None
     except OSError as error:
@@ -277,8 +293,12 @@ def _json(path: Path, options: DataOptions) -> Any:
 
 def _csv(path: Path, options: DataOptions) -> list[Any]:
     text = _text(path)
-    reader = csv.DictReader(io.StringIO(text if text.strip() else ""))
+    reader = csv.DictReader(io.StringIO(text if text.strip() else ""), strict=True)
     try:
+        names = list(reader.fieldnames or ())
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{path.name}: {names.count(twice)} of its columns are called '{twice}'. Rename them.")
         return list(reader)
     except csv.Error as error:
         raise DataError(f"{path.name}:{reader.reader.line_num}: not CSV: {error}. Write it as .jsonl.") from None
@@ -319,7 +339,7 @@ def _from_hub(name: str, options: DataOptions) -> Source:
         loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
     except Exception as error:  # the hub has many ways to say no
         raise DataError(f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}).") from None
-    return _from_memory(name, loaded, options)
+    return _from_memory(name, loaded, replace(options, split=_SPLIT))
 
 
 def _extra(module: str, name: str) -> Any:

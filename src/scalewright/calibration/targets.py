@@ -324,6 +324,8 @@ def check_layers(layers: Iterable[Target]) -> None:
         weight = layer.module.weight
         assert isinstance(weight, Tensor)
         rows, columns = weight.shape[-2:]
+        if weight.numel() == 0:
+            raise ModelError(f"{layer.name}.weight: has no elements ({rows} x {columns}). Ignore this layer.")
         parts = (
             ("weight", scheme.weights, columns),
             ("input", scheme.input_activations, columns),

@@ -52,8 +52,15 @@ def in_silence() -> Iterator[None]:
 
 def check_dtype(dtype: str | torch.dtype) -> None:
     """Say no to a dtype that models are not in."""
-    if isinstance(dtype, str) and dtype not in _DTYPES:
-        raise ModelError(f"dtype: there is no '{dtype}'.{did_you_mean(dtype, _DTYPES)} Use {', '.join(_DTYPES)}.")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype: there is no '{name}'.{did_you_mean(name, _DTYPES)} Use {', '.join(_DTYPES)}.")
+
+
+def check_model(model: Any) -> None:
+    """Say no to what is neither a model nor the name of one."""
+    if not isinstance(model, nn.Module | str | Path):
+        raise ModelError(f"model: {type(model).__name__} is none. Give a module, a folder or a name on the hub.")
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -76,8 +83,12 @@ def load_all(
 ) -> tuple[nn.Module, list[Any], list[str]]:
     """A model, its companions, and what the user should know of how they were read."""
     notes: list[str] = []
+    check_model(model)
     on_step("loading", type(model).__name__ if isinstance(model, nn.Module) else str(model), 0, 1)
     loaded = load_model(model, trust_remote_code=trust_remote_code, notes=notes, **options)
+    empty = next((name for name, each in loaded.named_parameters() if each.is_meta), None)
+    if empty is not None:
+        raise ModelError(f"{empty}: is on the device meta, and has no values. Load the model with its weights.")
     companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
     on_step("loading", type(loaded).__name__, 1, 1)
     return loaded, companions, [*notes, *_unread_tokenizer(model, tokenizer, companions)]
@@ -211,7 +222,7 @@ def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions
 
 def sequence_length(model: nn.Module, asked: int | None) -> int:
     """How long samples are at the most: as asked, or 2048, or as many positions as the model has if these are fewer."""
-    return asked or min(2048, positions_of(model) or 2048)
+    return min(2048, positions_of(model) or 2048) if asked is None else asked
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
@@ -275,7 +286,13 @@ def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     if isinstance(model, Path) or "/" not in str(model).strip("/") or is_there or str(model)[0] in "./~":
         path = Path(model)
         if not is_there:
-            return ModelError(f"{model}: there is no such folder, and no model of that name could be loaded.")
+            name = str(model) or "''"
+            return ModelError(
+                f"{name}: there is no such folder, and no model of that name could be loaded. Give the folder of a "
+                "Hugging Face model, or its name on the hub."
+            )
+        if path.is_file():
+            return ModelError(f"{model}: is a file. Give the folder of a Hugging Face model.")
         if not (path / "config.json").exists():
             return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
     lines = str(error).strip().splitlines()

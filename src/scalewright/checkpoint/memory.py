@@ -17,13 +17,21 @@ _WORK = 200 * 2**20  # what rounding a layer takes besides
 
 def in_bytes(size: int | str | None) -> int | None:
     """`"8GB"`, `"512MiB"` or a number, in bytes; None if nothing is said."""
-    if size is None or isinstance(size, int):
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", size.upper())
+    if size is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
     unit = None if found is None else found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B"
     if found is None or unit not in _UNITS:
         raise RecipeError(f"max_memory: '{size}' is no size. Write it as 8GB or 512MiB.")
     return round(float(found[1]) * _UNITS[unit])
+
+
+def in_units(num_bytes: float) -> str:
+    """`12.3 MB` and the like."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def room_for_activations(max_memory: int | None, largest_block: int) -> int:

@@ -28,6 +28,7 @@ from scalewright.calibration.loaders import settle_names
 from scalewright.checkpoint.folder import DTYPES
 from scalewright.checkpoint.journal import partial_of
 from scalewright.checkpoint.loading import without_bars
+from scalewright.checkpoint.memory import in_units
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.shards import StoredTensor, TensorAt, tensors_in, write_shards
 from scalewright.errors import OutputError
@@ -92,14 +93,14 @@ def check_output(path: Path, *, overwrite: bool, source: Any = None, num_bytes: 
         raise OutputError(f"{path}: the model is in it, and would be lost. Give another folder.")
     parent = disk_of(where)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{path}: {parent} cannot be written to.")
+        raise OutputError(f"{path}: {parent} cannot be written to. Give another folder.")
     begun = sum(file.stat().st_size for file in partial_of(path).glob("*") if file.is_file())
     free = shutil.disk_usage(parent).free + begun  # what a run has kept so far, the next one need not
     if num_bytes + kept_bytes > free:
-        meanwhile = f" and finished layers {kept_bytes / 1e9:.1f} GB until it is complete" if kept_bytes else ""
+        meanwhile = f" and finished layers {in_units(kept_bytes)} until it is complete" if kept_bytes else ""
         raise OutputError(
-            f"{path}: the checkpoint takes about {num_bytes / 1e9:.1f} GB{meanwhile}, and {free / 1e9:.1f} GB are "
-            "free. Make room, or give another folder."
+            f"{path}: the checkpoint takes about {in_units(num_bytes)}{meanwhile}, and {in_units(free)} are free. Make "
+            "room, or give another folder."
         )
 
 

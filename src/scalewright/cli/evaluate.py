@@ -189,12 +189,13 @@ def _bars(values: list[float], *, least: float) -> str:
 def _worst(found: Evaluation) -> list[str]:
     """Where the models are furthest apart."""
     lines = [
-        f"KL {each.kl:.3g} in “{_cut(each.text)}” ({each.num_tokens} tokens)"
+        f"KL {each.kl:.3g} in “{_cut(each.text)}” ({each.num_tokens} token{'s' * (each.num_tokens != 1)})"
         for each in found.worst_samples[:_NUM_WORST]
     ]
     lines += [
-        f"KL {each.kl:.3g} after “{_cut(each.before)}”: “{each.original}” ({each.original_probability:.0%}) became "
-        f"“{each.quantised}” ({each.quantised_probability:.0%})"
+        f"KL {each.kl:.3g} after “{_cut(each.before)}”: “{each.original}” ({each.original_probability:.0%}) "
+        + ("is still likeliest" if each.quantised == each.original else f"became “{each.quantised}”")
+        + f" ({each.quantised_probability:.0%})"
         for each in found.worst_tokens[:_NUM_WORST]
     ]
     return lines

@@ -28,7 +28,15 @@ from scalewright.checkpoint.reading import load_checkpoint, without_all_bars
 from scalewright.errors import DataError
 from scalewright.evaluation.figures import Figure, PositionBin, curve_of, mean_of, perplexity_of
 from scalewright.evaluation.generation import NUM_NEW_TOKENS, Generation, look_at, prompts_of, why_not
-from scalewright.evaluation.scoring import Scores, Subject, WorstSample, WorstToken, predictions_of, prepared
+from scalewright.evaluation.scoring import (
+    Scores,
+    Subject,
+    WorstSample,
+    WorstToken,
+    check_same_vocabulary,
+    predictions_of,
+    prepared,
+)
 
 _LOGITS_IN_A_BATCH = 2**26  # 256 MB in fp32
 _TOKENS_IN_A_BATCH = 2048
@@ -113,6 +121,9 @@ def evaluate(
         subjects.append(subject)
         notes += of_loading
     on_step("loading", subjects[-1].name, len(given), len(given))
+    sizes = [size for each in subjects if (size := vocabulary_of(each.model)) is not None]
+    if len(sizes) == 2:
+        check_same_vocabulary(subjects[0], subjects[1], *sizes)  # before token ids of one are shown to the other
     companions = (load_companions(each, tokenizer, trust_remote_code=trust_remote_code) for each in given)
     found = next((each for each in companions if each), [])
     shortest = min(subjects, key=lambda each: positions_of(each.model) or 2**31).model

@@ -263,6 +263,7 @@ def _summed_up(pairs: list[Pair]) -> Generation:
     if not texts:
         babbles = own.repeated > _ALONE
         verdict = f"{_does(babbles)}: {own.repeated:.0%} of its runs of four tokens are repeats."
+        verdict += " Small models may do so by nature: evaluate it against the original." if babbles else ""
         return Generation(pairs, own, None, None, babbles, verdict)
     original = _habits(texts)
     more = own.repeated - original.repeated

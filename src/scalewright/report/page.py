@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scalewright.checkpoint.memory import in_units
 from scalewright.checkpoint.outputs import write_file
 from scalewright.errors import OutputError
 from scalewright.report.advice import advice_for, flags_for
@@ -53,7 +54,7 @@ def page_of(findings: Findings) -> str:
     return render(
         "page",
         page_data(findings),
-        {"size": in_bytes, "time": in_seconds, "count_of": _count},
+        {"size": in_units, "time": in_seconds, "count_of": _count},
         found=findings,
         evaluated=Evaluated.of(findings.evaluation),
         worst=[(each, advice_for(each)) for each in worst],
@@ -85,14 +86,6 @@ def page_data(findings: Findings) -> dict[str, Any]:
         "seconds": None if findings.seconds is None else _timings(findings.seconds),
         "curve": Evaluated.of(findings.evaluation).curve,
     }
-
-
-def in_bytes(count: float) -> str:
-    """`12.3 MB` and the like."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def in_seconds(seconds: float) -> str:
