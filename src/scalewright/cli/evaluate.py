@@ -14,19 +14,10 @@ from rich.text import Text
 from scalewright.cli.app import app
 from scalewright.cli.options import (
     AsJson,
-    BatchSize,
-    Data,
-    DataColumn,
-    Device,
-    Dtype,
-    Pack,
-    Seed,
-    SeqLen,
-    Split,
-    Tokenizer,
-    TrustRemoteCode,
+    Reading,
     data_option,
     run_option,
+    with_options,
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, say, tell
@@ -41,26 +32,18 @@ _ROOM = 60
 
 
 @app.command("eval")
+@with_options
 def evaluate(
+    *,
     model: Annotated[str, typer.Argument(help="A folder with a model, quantised or not, or its name on the hub.")],
     against: Annotated[
         str | None, typer.Option(help="The original, to compare with.", show_default="perplexity alone")
     ] = None,
-    data: Data = None,
+    reading: Reading,
     samples: Annotated[int, data_option(min=1, help="How many samples to evaluate on.")] = 128,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    column: DataColumn = None,
-    split: Split = "train",
-    pack: Pack = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
     no_generate: Annotated[
         bool, run_option("--no-generate", help="Do not let the models write, which tells whether one babbles.")
     ] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
     report: Annotated[
         bool, typer.Option("--report", help="Write report.html into the checkpoint, with what was found in it.")
     ] = False,
@@ -80,20 +63,11 @@ def evaluate(
         found = run(
             model,
             against=against,
-            dataset=data,
-            tokenizer=tokenizer,
+            dataset=reading.data,
             num_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
-            column=column,
-            pack=pack,
-            split=split,
             generate=not no_generate,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            seed=seed,
             on_step=on_step,
+            **reading.keywords(),
         )
         page = write_report(model, evaluation=found.to_dict()) if report else None
     if as_json:

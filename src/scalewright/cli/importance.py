@@ -12,21 +12,12 @@ from scalewright.cli.app import app
 from scalewright.cli.options import (
     AllExperts,
     AsJson,
-    BatchSize,
-    Data,
-    DataColumn,
-    Device,
-    Dtype,
     Ignore,
     NumSamples,
-    Pack,
-    Seed,
-    SeqLen,
-    Split,
+    Reading,
     Strict,
-    Tokenizer,
-    TrustRemoteCode,
     given_options,
+    with_options,
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.ranks import RankTimeout, shared_by_ranks
@@ -35,7 +26,9 @@ from scalewright.errors import RecipeError
 
 
 @app.command()
+@with_options
 def importance(
+    *,
     context: typer.Context,
     names: Annotated[
         list[str],
@@ -47,21 +40,11 @@ def importance(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     ignore: Ignore = None,
-    data: Data = None,
+    reading: Reading,
     samples: NumSamples = 512,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    column: DataColumn = None,
-    split: Split = "train",
-    pack: Pack = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
     moe_calibrate_all_experts: AllExperts = True,
-    device: Device = None,
-    dtype: Dtype = "auto",
     rank_timeout: RankTimeout = 1800.0,
     strict: Strict = False,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
@@ -69,7 +52,7 @@ def importance(
     from scalewright.importance import gather_importance, merge_files
 
     with (
-        shared_by_ranks(None, timeout=rank_timeout, device=device) as ranks,
+        shared_by_ranks(None, timeout=rank_timeout, device=reading.device) as ranks,
         progress_shown(quiet=as_json or not ranks.is_first) as on_step,
     ):
         if merge:
@@ -84,24 +67,15 @@ def importance(
                 raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = gather_importance(
                 names[0],
-                data,
+                reading.data,
                 ignore=ignore or [LM_HEAD],
                 output_file=out,
-                tokenizer=tokenizer,
                 num_calibration_samples=samples,
-                max_seq_length=seq_len,
-                batch_size=batch_size,
-                column=column,
-                pack=pack,
-                split=split,
                 moe_calibrate_all_experts=moe_calibrate_all_experts,
-                device=device,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
                 strict=strict,
                 overwrite=overwrite,
-                seed=seed,
                 on_step=on_step,
+                **reading.keywords(),
                 ranks=ranks,
             )
     if not ranks.is_first:

@@ -13,22 +13,13 @@ from rich.table import Table
 from scalewright.cli.app import app
 from scalewright.cli.options import (
     AsJson,
-    BatchSize,
-    Data,
-    DataColumn,
-    Device,
-    Dtype,
     Ignore,
     NumSamples,
-    Pack,
-    Seed,
-    SeqLen,
-    Split,
+    Reading,
     Strict,
-    Tokenizer,
-    TrustRemoteCode,
     given_options,
     recipe_option,
+    with_options,
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, say, tell
@@ -42,7 +33,9 @@ _NUM_NOTES = 12  # the worst come first; --json and files have all
 
 
 @app.command()
+@with_options
 def observe(
+    *,
     context: typer.Context,
     names: Annotated[
         list[str],
@@ -63,19 +56,9 @@ def observe(
     merge: Annotated[bool, typer.Option("--merge", help="Merge .json FILEs of one model and different data.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     worst_first: Annotated[bool, typer.Option("--worst-first", help="Show the layers that lose most first.")] = False,
-    data: Data = None,
+    reading: Reading,
     samples: NumSamples = 512,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    column: DataColumn = None,
-    split: Split = "train",
-    pack: Pack = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: Dtype = "auto",
     strict: Strict = False,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Watch data flow through a model: ranges, outliers, dead channels, what observers would choose and lose."""
@@ -99,23 +82,14 @@ def observe(
                 raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = run(
                 names[0],
-                data,
+                reading.data,
                 observers=observer or (),
                 scheme=scheme,
                 ignore=ignore or [LM_HEAD],
-                tokenizer=tokenizer,
                 num_calibration_samples=samples,
-                max_seq_length=seq_len,
-                batch_size=batch_size,
-                column=column,
-                pack=pack,
-                split=split,
-                device=device,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
                 strict=strict,
-                seed=seed,
                 on_step=on_step,
+                **reading.keywords(),
             )
         _write(found, out, overwrite=overwrite)
     if as_json:

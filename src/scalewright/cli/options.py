@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +56,28 @@ TrustRemoteCode = Annotated[bool, run_option("--trust-remote-code", help="Run co
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How a model is read, and the text that is run through it: the options of all commands that do so."""
+
+    data: Data = None
+    seq_len: SeqLen = None
+    batch_size: BatchSize = None
+    column: DataColumn = None
+    split: Split = "train"
+    pack: Pack = None
+    tokenizer: Tokenizer = None
+    seed: Seed = 0
+    device: Device = None
+    dtype: Dtype = "auto"
+    trust_remote_code: TrustRemoteCode = False
+
+    def keywords(self) -> dict[str, Any]:
+        """All but the data, as the functions call it that the commands stand for."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("data", "seq_len")}
+        return {"max_seq_length": self.seq_len, **given}
+
+
+@dataclass(frozen=True)
 class Job:
     """What `quantize` does and `plan` tells: the options that both have."""
 
@@ -85,10 +107,7 @@ class Job:
     importance: Annotated[
         Path | None, recipe_option(help="A file that `importance` has written: it weighs the errors of weights.")
     ] = None
-    data: Data = None
     samples: NumSamples = 512
-    seq_len: SeqLen = None
-    batch_size: BatchSize = None
     pipeline: Annotated[str, run_option(help="auto, data_free, basic or sequential.")] = "auto"
     sequential_targets: Annotated[
         list[str] | None,
@@ -102,9 +121,7 @@ class Job:
         str | None,
         run_option(help="Memory that the run may take, such as 8GB.", show_default="nine tenths of what is free"),
     ] = None
-    dtype: Dtype = "auto"
     strict: Strict = False
-    trust_remote_code: TrustRemoteCode = False
 
     def parsed_recipe(self) -> Any:
         """The recipe that the options stand for, where no layer has to be measured for it."""
@@ -132,15 +149,17 @@ class Job:
             raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
         return self.recipe
 
-    def sensitivity(self, on_step: Any, **data: Any) -> Any:
-        """What each layer loses under each of the schemes; `data` are the options of a command that are not here."""
+    def sensitivity(self, reading: Reading, on_step: Any) -> Any:
+        """What each layer loses under each of the schemes."""
         from scalewright.sensitivity import measure_sensitivity
 
         self._check_schemes()
         self._check_measurement()
+        keywords = reading.keywords()
+        del keywords["batch_size"]  # samples are measured one by one
         return measure_sensitivity(
             self.model,
-            self.data,
+            reading.data,
             schemes=[each.strip() for each in (self.schemes or _SCHEMES).split(",") if each.strip()],
             bits=self.bits,
             quality=self.quality or "balanced",
@@ -148,12 +167,9 @@ class Job:
             observer=self.observer,
             ignore=self.ignore,
             num_calibration_samples=self.samples,
-            max_seq_length=self.seq_len,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
             strict=self.strict,
             on_step=on_step,
-            **data,
+            **keywords,
         )
 
     def shared_out(self, found: Any) -> Any:
@@ -197,19 +213,27 @@ class Job:
 _SCHEMES = "W4A16,W8A16"  # what `plan --sensitivity` measures unless it is told
 
 
-def with_job(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its first argument, a `Job`, as options of its own."""
-    shared = inspect.signature(Job, eval_str=True).parameters
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of those of its arguments that are dataclasses, such as `Job`, as options."""
+    own = inspect.signature(command, eval_str=True).parameters
+    held = {
+        name: inspect.signature(each.annotation, eval_str=True).parameters for name, each in own.items() if _holds(each)
+    }
 
     @wraps(command)
     def run(**given: Any) -> None:
-        command(Job(**{name: given.pop(name) for name in shared}), **given)
+        made = {name: own[name].annotation(**{each: given.pop(each) for each in some}) for name, some in held.items()}
+        command(**made, **given)
 
-    every = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*shared.values(), *own)]
+    every = [each for name, one in own.items() for each in (held[name].values() if name in held else [one])]
+    every = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in every]
     vars(run)["__signature__"] = inspect.Signature(every)
     run.__annotations__ = {each.name: each.annotation for each in every}
     return run
+
+
+def _holds(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation)
 
 
 def given_options(context: typer.Context, *, besides: Sequence[str]) -> list[str]:

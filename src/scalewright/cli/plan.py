@@ -8,16 +8,11 @@ from typing import Annotated, Any
 from scalewright.cli.app import app
 from scalewright.cli.options import (
     AsJson,
-    DataColumn,
-    Device,
     Job,
-    Pack,
-    Seed,
-    Split,
-    Tokenizer,
+    Reading,
     recipe_option,
     run_option,
-    with_job,
+    with_options,
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.shown import failing_politely, say, tell
@@ -26,18 +21,13 @@ from scalewright.errors import RecipeError
 
 
 @app.command()
-@with_job
+@with_options
 def plan(
     job: Job,
+    reading: Reading,
     sensitivity: Annotated[
         bool, recipe_option("--sensitivity", help="Measure what each layer loses under each of --schemes, on --data.")
     ] = False,
-    column: DataColumn = None,
-    split: Split = "train",
-    pack: Pack = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
-    device: Device = None,
     ranks: Annotated[int, run_option(min=1, help="Reckon with so many ranks, each as fast as this process.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -47,10 +37,9 @@ def plan(
     found = allocation = None
     with failing_politely(), progress_shown(quiet=as_json) as on_step:
         if sensitivity:
-            _refuse_idle(job, ranks)
+            _refuse_idle(job, reading, ranks)
         if sensitivity or job.bits is not None:
-            of_data = {"column": column, "split": split, "pack": pack, "tokenizer": tokenizer}
-            found = job.sensitivity(on_step, **of_data, seed=seed, device=device)
+            found = job.sensitivity(reading, on_step)
             allocation = None if job.bits is None else job.shared_out(found)
     if sensitivity:
         _show(found, allocation, as_json=as_json)
@@ -59,14 +48,14 @@ def plan(
         planned = plan_of(
             job.model,
             job.parsed_recipe() if allocation is None else allocation.recipe,
-            has_data=job.data is not None,
+            has_data=reading.data is not None,
             num_samples=job.samples,
-            max_seq_length=job.seq_len,
-            batch_size=job.batch_size,
+            max_seq_length=reading.seq_len,
+            batch_size=reading.batch_size,
             pipeline=job.pipeline,
             sequential_targets=job.sequential_targets or None,
-            dtype=job.dtype,
-            trust_remote_code=job.trust_remote_code,
+            dtype=reading.dtype,
+            trust_remote_code=reading.trust_remote_code,
             strict=job.strict,
             max_memory=job.max_memory,
             num_ranks=ranks,
@@ -83,10 +72,11 @@ def plan(
         say(line)
 
 
-def _refuse_idle(job: Job, ranks: int) -> None:
+def _refuse_idle(job: Job, reading: Reading, ranks: int) -> None:
     """Say no to options of a run that is not planned."""
-    names = ("batch_size", "pipeline", "sequential_targets", "max_memory")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(job, name) not in (None, [], "auto")]
+    names = ("pipeline", "sequential_targets", "max_memory")
+    given = ["--batch-size"] if reading.batch_size is not None else []
+    given += [f"--{name.replace('_', '-')}" for name in names if getattr(job, name) not in (None, [], "auto")]
     given += ["--ranks"] if ranks > 1 else []
     if given:
         raise RecipeError(f"{', '.join(given)}: --sensitivity measures layers, and plans no run. Leave it out.")

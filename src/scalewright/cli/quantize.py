@@ -12,15 +12,10 @@ from scalewright.cli.app import app
 from scalewright.cli.options import (
     AllExperts,
     AsJson,
-    DataColumn,
-    Device,
     Job,
-    Pack,
-    Seed,
-    Split,
-    Tokenizer,
+    Reading,
     recipe_option,
-    with_job,
+    with_options,
 )
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.ranks import RankTimeout, shared_by_ranks
@@ -33,22 +28,17 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@with_job
+@with_options
 def quantize(
     job: Job,
+    reading: Reading,
     out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint.", show_default="required")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")
     ] = False,
     report: Annotated[bool, typer.Option("--report", help="Write report.html, too: where the error lives.")] = False,
-    column: DataColumn = None,
-    split: Split = "train",
-    pack: Pack = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
     moe_calibrate_all_experts: AllExperts = True,
-    device: Device = None,
     rank_timeout: RankTimeout = 1800.0,
     print_recipe: Annotated[
         bool, recipe_option("--print-recipe", help="Print the recipe that the options stand for, and do nothing.")
@@ -60,50 +50,40 @@ def quantize(
     from scalewright.oneshot import oneshot
     from scalewright.recipe import Recipe
 
-    of_data = {"column": column, "split": split, "pack": pack, "tokenizer": tokenizer, "seed": seed, "device": device}
     allocation = None
     if print_recipe:
         with failing_politely(), progress_shown(quiet=as_json) as on_step:
             if job.bits is None:
                 recipe = Recipe.of(job.parsed_recipe())
             else:
-                recipe = job.shared_out(job.sensitivity(on_step, **of_data)).recipe
+                recipe = job.shared_out(job.sensitivity(reading, on_step)).recipe
         print(json.dumps(recipe.to_dict()) if as_json else recipe.to_yaml(), end="\n" if as_json else "")
         return
     with (
-        shared_by_ranks(out, timeout=rank_timeout, device=device) as ranks,
+        shared_by_ranks(out, timeout=rank_timeout, device=reading.device) as ranks,
         progress_shown(quiet=as_json or not ranks.is_first) as on_step,
     ):
         if out is None:
             raise RecipeError("--out: nothing says where to write the checkpoint. Give a folder.")
         if job.bits is not None:
             check_output(out, overwrite=overwrite, source=job.model)
-            allocation = job.shared_out(job.sensitivity(on_step, **of_data))
+            allocation = job.shared_out(job.sensitivity(reading, on_step))
         result = oneshot(
             job.model,
             recipe=job.parsed_recipe() if allocation is None else allocation.recipe,
-            dataset=job.data,
+            dataset=reading.data,
             output_dir=out,
-            tokenizer=tokenizer,
             num_calibration_samples=job.samples,
-            max_seq_length=job.seq_len,
-            batch_size=job.batch_size,
-            column=column,
-            pack=pack,
-            split=split,
             pipeline=job.pipeline,
             sequential_targets=job.sequential_targets or None,
             moe_calibrate_all_experts=moe_calibrate_all_experts,
-            device=device,
-            dtype=job.dtype,
-            trust_remote_code=job.trust_remote_code,
             strict=job.strict,
             overwrite=overwrite,
             restart=restart,
             max_memory=job.max_memory,
-            seed=seed,
             on_step=on_step,
             ranks=ranks,
+            **reading.keywords(),
         )
         page = _report_on(out, result) if report and ranks.is_first else None
     if not ranks.is_first:
