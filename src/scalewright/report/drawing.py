@@ -13,18 +13,24 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 
 def render(name: str, data: Any, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
-    """The page `name`.html with its .css and .js, plotly.js, and `data` for the script to draw from."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    """The page `name`.html with its .css and .js, after what all pages share, plotly.js, and `data` to draw from."""
+    environment = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= dict(filters or {})
-    return environment.from_string(_asset(f"{name}.html")).render(
-        style=Markup(_asset(f"{name}.css")),
-        script=Markup(_asset(f"{name}.js")),
+    return environment.get_template(f"{name}.html").render(
+        style=Markup(_asset("drawing.css") + _asset(f"{name}.css")),
+        script=Markup(_asset("drawing.js") + _asset(f"{name}.js")),
         data=Markup(as_script(data)),
         plotly=Markup(_packed_plotly()),
         **values,

@@ -1,11 +1,6 @@
 "use strict";
 (() => {
   const { worst, layers, pictures, experts } = JSON.parse(document.getElementById("data").textContent);
-  const byId = (id) => document.getElementById(id);
-  const root = document.documentElement;
-  const isKnown = (value) => value !== null && value !== undefined;
-  // Plotly reads some markup in its texts; what comes from a model is none.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const short = (value) => (!isKnown(value) ? "–" : value && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) ? value.toExponential(2) : Number(value.toPrecision(4)).toLocaleString("en")).replace("-", "−");
   const decibels = (value) => (isKnown(value) ? `${value.toFixed(1)} dB` : "–");
   const make = (kind, text, parent) => { const made = document.createElement(kind); made.textContent = text; parent.append(made); return made; };
@@ -24,25 +19,7 @@
   };
   const known = Object.keys(METRICS).filter((key) => layers.some((each) => isKnown(each[key])));
 
-  // ---- light and dark ----
-
-  const asSystem = matchMedia("(prefers-color-scheme: dark)");
-  root.dataset.theme = asSystem.matches ? "dark" : "light";
-  const paint = (theme) => { root.dataset.theme = theme; drawAll(); };
-  byId("theme").addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
-  const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
-
-  // ---- drawing ----
-
-  const axis = (given) => ({ gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true, ...given });
-  const draw = (id, traces, given) => Plotly.react(byId(id), traces, {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
-    margin: { l: 60, r: 16, t: 16, b: 60 },
-    hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
-    colorway: ["#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#d55e00"], // told apart by all eyes
-    ...given,
-  }, { displaylogo: false, responsive: true, displayModeBar: false });
+  const draw = (id, traces, given) => drawIn(id, traces, { margin: { l: 60, r: 16, t: 16, b: 60 }, ...given });
   const heatScale = (isGood) => {
     const scale = [[0, colour("good")], [0.5, colour("middle")], [1, colour("bad")]];
     return isGood ? scale.map(([stop, each]) => [1 - stop, each]).reverse() : scale;
@@ -215,20 +192,5 @@
     drawExperts();
   }
 
-  // ---- plotly.js, which came compressed ----
-
-  async function unpack() {
-    const bytes = Uint8Array.from(atob(byId("plotly").textContent), (each) => each.charCodeAt(0));
-    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const script = document.createElement("script");
-    script.textContent = await new Response(unpacked).text();
-    document.head.append(script);
-    byId("plotly").remove();
-    drawAll();
-    root.dataset.drawn = "yes";
-  }
-  unpack().catch((error) => {
-    for (const each of document.querySelectorAll(".chart")) each.textContent = "This browser cannot draw the charts: it is older than 2023.";
-    console.error(error);
-  });
+  begin(drawAll);
 })();

@@ -3,13 +3,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const columns = data.columns;
   const count = columns.name.length;
-  const byId = (id) => document.getElementById(id);
-  const root = document.documentElement;
-  const isKnown = (value) => value !== null && value !== undefined;
   const LARGEST = 1e6; // larger numbers stand for infinity
 
-  // Plotly reads some markup in its texts; what comes from a model is none.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const fixed = (digits, unit = "") => (value) =>
     !isKnown(value) ? "–" : Math.abs(value) >= LARGEST ? (value < 0 ? "−∞" : "∞") : value.toFixed(digits).replace("-", "−") + unit;
   const short = (value) => (Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : Number(value.toPrecision(3)).toString()).replace("-", "−");
@@ -23,37 +18,7 @@
   };
   const known = Object.keys(METRICS).filter((key) => columns[key].some(isKnown));
 
-  // ---- light and dark ----
-
-  const stored = (() => { try { return localStorage.getItem("scalewright-theme"); } catch { return null; } })();
-  const asSystem = matchMedia("(prefers-color-scheme: dark)");
-  root.dataset.theme = stored === "dark" || stored === "light" ? stored : asSystem.matches ? "dark" : "light";
-  let chosen = stored !== null;
-  const paint = (theme) => { root.dataset.theme = theme; drawAll(); };
-  byId("theme").addEventListener("click", () => {
-    const theme = root.dataset.theme === "dark" ? "light" : "dark";
-    chosen = true;
-    try { localStorage.setItem("scalewright-theme", theme); } catch { /* a page from a file may have no storage */ }
-    paint(theme);
-  });
-  asSystem.addEventListener("change", (event) => { if (!chosen) paint(event.matches ? "dark" : "light"); });
-  const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
-
-  // ---- drawing ----
-
-  const layout = (given = {}) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
-    margin: { l: 60, r: 16, t: 16, b: 52 }, showlegend: false,
-    hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
-    colorway: ["#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#9a8c1a", "#7f7f7f"], // told apart by all eyes
-    ...given,
-  });
-  const axis = (given = {}) => ({ gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true, ...given });
-  const draw = (id, traces, given) => {
-    const place = byId(id);
-    return Plotly.react(place, traces, layout(given), { displaylogo: false, responsive: true, displayModeBar: false });
-  };
+  const draw = (id, traces, given) => drawIn(id, traces, { margin: { l: 60, r: 16, t: 16, b: 52 }, showlegend: false, ...given });
 
   const stacks = [...new Set(columns.stack)];
   const rowOf = (number) => (stacks.filter(Boolean).length > 1 && columns.stack[number] ? `${columns.stack[number]} · ` : "") + columns.kind[number];
@@ -324,20 +289,5 @@
   if (experts.length) byId("experts").hidden = false;
   for (const each of document.querySelectorAll("button.layer")) each.addEventListener("click", () => pick(columns.name.indexOf(each.dataset.layer), true));
 
-  // ---- plotly.js, which came compressed ----
-
-  async function unpack() {
-    const bytes = Uint8Array.from(atob(byId("plotly").textContent), (each) => each.charCodeAt(0));
-    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const script = document.createElement("script");
-    script.textContent = await new Response(unpacked).text();
-    document.head.append(script);
-    byId("plotly").remove();
-    drawAll();
-    root.dataset.drawn = "yes";
-  }
-  unpack().catch((error) => {
-    for (const each of document.querySelectorAll(".chart")) each.textContent = "This browser cannot draw the charts: it is older than 2023.";
-    console.error(error);
-  });
+  begin(drawAll);
 })();
