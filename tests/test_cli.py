@@ -173,7 +173,11 @@ def no_loading(monkeypatch):
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize("command", ["quantize", "plan"])
 @pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=lambda value: str(value)[:60])
-def test_mistakes_are_one_line_and_exit_code_2_before_any_work(model, tmp_path, command, words, expected):
+def test_mistakes_are_one_line_and_exit_code_2_before_any_work(
+    model, tmp_path, tmp_path_factory, monkeypatch, command, words, expected
+):
+    monkeypatch.chdir(tmp_path_factory.mktemp("data"))
+    Path("ids.jsonl").write_text('{"input_ids": [1, 2, 3]}')
     out = ("--out", tmp_path / "out") if command == "quantize" else ()
     assert error_of(command, model, *out, *words) == expected
     assert list(tmp_path.iterdir()) == []
@@ -701,3 +705,18 @@ def test_what_breaks_or_is_stopped_has_exit_code_1(error, words, model, tmp_path
     result = invoke("quantize", model, "--scheme", "W4A16", "--out", tmp_path / "out", code=1)
     assert (result.stdout, result.stderr) == ("", words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize("command", ["quantize", "plan"])
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])
+def test_data_that_is_not_there_is_said_before_the_model_is_loaded(model, tmp_path, command, scheme):
+    out = ("--out", tmp_path / "out") if command == "quantize" else ()
+    missing = tmp_path / "missing.txt"
+    assert error_of(command, model, "--scheme", scheme, "--data", missing, *out) == f"{missing}: there is no such file."
+
+
+def test_a_plan_for_a_device_that_is_not_there_is_refused(model):
+    assert error_of("plan", model, "--scheme", "W8A16", "--device", "gpu").startswith(
+        "device: 'gpu' cannot be used here"
+    )

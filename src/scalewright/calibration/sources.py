@@ -108,6 +108,15 @@ def open_source(dataset: Any, options: DataOptions) -> Source:
     return _from_memory("data", dataset, options)
 
 
+def check_file(dataset: Any) -> None:
+    """Say no to the name of a file that is not there."""
+    if not isinstance(dataset, str | Path) or os.path.exists(dataset):
+        return
+    is_file = Path(dataset).suffix.lower() in _SUFFIXES or str(dataset).startswith(("/", "./", "../", "~"))
+    if is_file or isinstance(dataset, Path):
+        raise _no_file(Path(dataset))
+
+
 def _from_memory(name: str, data: Any, options: DataOptions) -> Source:
     if hasattr(data, "iloc") and hasattr(data, "columns"):  # a table of pandas
         data = data.to_dict("list")
@@ -330,8 +339,7 @@ def _from_folder(path: Path, options: DataOptions) -> Source:
 
 
 def _from_hub(name: str, options: DataOptions) -> Source:
-    if Path(name).suffix.lower() in _SUFFIXES or name.startswith(("/", "./", "../", "~")):
-        raise _no_file(Path(name))
+    check_file(name)
     if not _HUB_NAME.fullmatch(name):
         raise DataError(f"data: {listed([repr(name)])} is neither a file nor a dataset. Give texts as a list of them.")
     datasets = _extra("datasets", name)

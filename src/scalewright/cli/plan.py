@@ -32,6 +32,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what `quantize` would do: layers, observers, bits, size, memory, time. Writes nothing."""
+    from scalewright.calibration.sources import check_file
+    from scalewright.checkpoint.loading import check_device
     from scalewright.planning import plan_of
 
     found = allocation = None
@@ -45,6 +47,8 @@ def plan(
         _show(found, allocation, as_json=as_json)
         return
     with failing_politely():
+        check_file(reading.data)
+        check_device(reading.device)
         planned = plan_of(
             job.model,
             job.parsed_recipe() if allocation is None else allocation.recipe,
