@@ -207,7 +207,7 @@ def test_mistakes_that_only_a_run_can_show(model, tmp_path, words, expected):
 def test_text_for_which_there_is_no_tokenizer(model, tmp_path):
     (tmp_path / "calib.txt").write_text("Once upon a time.")
     words = ("quantize", model, "--scheme", "FP8", "--data", tmp_path / "calib.txt", "--out", tmp_path / "out")
-    assert error_of(*words) == "data: there is text in it, and no tokenizer. Give tokenizer=, or token ids."
+    assert error_of(*words) == "data: there is text in it, and no tokenizer. Give a tokenizer, or token ids."
     nowhere = error_of(*words, "--tokenizer", tmp_path / "nowhere")
     assert nowhere == f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded."
 

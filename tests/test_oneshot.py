@@ -119,7 +119,7 @@ def test_blocks_that_are_not_there_are_named():
 
 def test_text_needs_a_tokenizer():
     message = refused(DataError, scheme="W8A8", dataset=["Once upon a time"])
-    assert message == "data: there is text in it, and no tokenizer. Give tokenizer=, or token ids."
+    assert message == "data: there is text in it, and no tokenizer. Give a tokenizer, or token ids."
 
 
 def test_a_layer_that_saw_nothing_is_named():

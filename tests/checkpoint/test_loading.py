@@ -178,3 +178,10 @@ def test_tensors_that_are_not_read_are_a_note(folder, tmp_path):
     notes = oneshot(folder, scheme="FP8_DYNAMIC", output_dir=tmp_path / "out").notes
     some = ", ".join(f"model.layers.1.{name}.weight" for name in ("input_layernorm", "mlp.down_proj", "mlp.gate_proj"))
     assert notes[0] == f"{folder}: 9 of its tensors are not read ({some} and 6 more)."
+
+
+def test_a_reason_that_goes_on_in_the_next_line_is_told_whole(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    said = refused(tmp_path)
+    assert said.startswith(f"{tmp_path}: cannot be loaded (Validation error for field 'hidden_size': ")
+    assert "\n" not in said and not said.endswith(":).") and ".)." not in said

@@ -555,7 +555,7 @@ MISTAKES = {
     "nothing left": (lambda: (with_one(-math.inf), {"against": bigram()}), NOT_FINITE),
     "text without a tokenizer": (
         lambda: (bigram(), {"dataset": ["a text"]}),
-        "data: there is text in it, and no tokenizer. Give tokenizer=, or token ids.",
+        "data: there is text in it, and no tokenizer. Give a tokenizer, or token ids.",
     ),
     "dtype": (
         lambda: (bigram(), {"dtype": "float33"}),

@@ -202,7 +202,7 @@ def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions
 
     def tokenizer() -> Any:
         if not companions:
-            raise DataError("data: there is text in it, and no tokenizer. Give tokenizer=, or token ids.")
+            raise DataError("data: there is text in it, and no tokenizer. Give a tokenizer, or token ids.")
         return getattr(companions[0], "tokenizer", companions[0])
 
     samples = load_samples(
@@ -295,5 +295,6 @@ def _cannot_load(model: str | Path, error: Exception) -> ModelError:
             return ModelError(f"{model}: is a file. Give the folder of a Hugging Face model.")
         if not (path / "config.json").exists():
             return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
-    lines = str(error).strip().splitlines()
-    return ModelError(f"{model}: cannot be loaded ({lines[0] if lines else type(error).__name__}).")
+    lines = [each.strip().rstrip(".") for each in str(error).strip().splitlines()] or [type(error).__name__]
+    reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return ModelError(f"{model}: cannot be loaded ({reason}).")
