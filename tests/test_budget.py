@@ -10,12 +10,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
-from typer.testing import CliRunner
 
+from command_line import error_of, run
 from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
 from scalewright.budget import share_out, solve
 from scalewright.calibration.plan import LM_HEAD
-from scalewright.cli import app
 from scalewright.errors import RecipeError
 from scalewright.sensitivity import LayerGroup, Sensitivity, check_bits, measure_sensitivity
 
@@ -163,25 +162,6 @@ def bits_in(folder: Path, original: torch.nn.Module) -> float:
 
 
 # ---- on the command line ---------------------------------------------------------------------------------------------
-
-
-def invoke(*words: object, code: int = 0):
-    result = CliRunner().invoke(app, [str(each) for each in words])
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result
-
-
-def run(*words: object) -> str:
-    result = invoke(*words)
-    assert result.stderr == ""
-    return result.stdout
-
-
-def error_of(*words: object) -> str:
-    """The one line that a mistake gets, on stderr; exit code 2, and nothing else is printed."""
-    result = invoke(*words, code=2)
-    assert result.stdout == "" and result.stderr.count("\n") == 1, result.output
-    return result.stderr.removeprefix("error ").removesuffix("\n")
 
 
 CHOOSING = ("--bits", 5.3, "--schemes", "W3A16, w4a16,W8A16", "--group-size", 32)

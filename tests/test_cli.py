@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from command_line import error_of, invoke, run
 from scalewright.cli import app
 from scalewright.cli import progress as shown_progress
 from scalewright.importance import gather_importance
@@ -52,27 +53,6 @@ def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "ids.jsonl"
     path.write_text("\n".join(json.dumps({"input_ids": each}) for each in IDS))
     return path
-
-
-def invoke(*words: object, code: int = 0):
-    result = CliRunner().invoke(app, [str(each) for each in words])
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result
-
-
-def run(*words: object) -> str:
-    """What a command prints; nothing but results, for no terminal is at hand."""
-    result = invoke(*words)
-    assert result.stderr == ""
-    return result.stdout
-
-
-def error_of(*words: object) -> str:
-    """The one line that a mistake gets, on stderr; exit code 2, and nothing else is printed."""
-    result = invoke(*words, code=2)
-    head, line, *others = re.split("^(?=error )", result.stderr, flags=re.MULTILINE)
-    assert (result.stdout, head, others, line.count("\n")) == ("", "", [], 1), result.output
-    return line.removeprefix("error ").removesuffix("\n")
 
 
 def test_quantize_writes_a_checkpoint_and_prints_the_table_of_layers(model, data, tmp_path):
@@ -584,7 +564,9 @@ def test_samples_are_packed_if_asked_for(model, data, tmp_path):
     assert num_samples == {"--pack": len(IDS) * len(IDS[0]) // 32, "--no-pack": len(IDS)}
 
 
-def test_a_plan_depends_on_what_it_is_told(model, monkeypatch):
+def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("some.txt").write_text("it is there, and not read")
     monkeypatch.setattr("scalewright.costs.process_bytes", lambda: 0)
 
     def found(*words):

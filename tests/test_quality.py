@@ -9,11 +9,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
-from typer.testing import CliRunner
 
+from command_line import error_of, run
 from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
 from scalewright.calibration.plan import LM_HEAD
-from scalewright.cli import app
 from scalewright.errors import DataError, RecipeError
 from scalewright.modifiers.schemes import scheme_named, scheme_names
 from scalewright.observers import Observer
@@ -171,25 +170,6 @@ def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "ids.jsonl"
     path.write_text("\n".join(json.dumps({"input_ids": each}) for each in IDS.tolist()))
     return path
-
-
-def invoke(*words: object, code: int = 0):
-    result = CliRunner().invoke(app, [str(each) for each in words])
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result
-
-
-def run(*words: object) -> str:
-    result = invoke(*words)
-    assert result.stderr == ""
-    return result.stdout
-
-
-def error_of(*words: object) -> str:
-    """The one line that a mistake gets, on stderr; exit code 2, and nothing else is printed."""
-    result = invoke(*words, code=2)
-    assert result.stdout == "" and result.stderr.count("\n") == 1, result.output
-    return result.stderr.removeprefix("error ").removesuffix("\n")
 
 
 OPTIONS = {
