@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from scalewright.calibration.scratch import num_bytes
 from scalewright.checkpoint.mapped import MappedFiles
 from scalewright.checkpoint.parts import Part
 from scalewright.modifiers.layers import WatchedLayer
@@ -40,7 +42,10 @@ class Shelf:
         if layer.scheme.weights is not None:
             if not isinstance(tensors, Part):  # another rank has the file
                 place = self._files.scratch.place
-                tensors = {key: place(each, is_shared=False)[0] for key, each in tensors.items() if each.numel()}
+                tensors = {
+                    key: each if num_bytes(each) < mmap.PAGESIZE else place(each, is_shared=False)
+                    for key, each in tensors.items()
+                }
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
 
