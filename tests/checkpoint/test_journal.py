@@ -1,8 +1,10 @@
 """What was finished before a stop is there after it, whole or not at all."""
 
+import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,18 @@ def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
     other.join(30)
     assert "another run is writing there" in message
     begin(tmp_path / "out", "a")
+
+
+def test_a_run_that_comes_while_another_takes_its_folder_away_is_refused(tmp_path, monkeypatch):
+    """What it has locked then is a file that others no longer see."""
+    lock = fcntl.flock
+
+    def lock_too_late(file, flags):
+        shutil.rmtree(partial_of(tmp_path / "out"))
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    assert "another run is writing there" in refused(tmp_path / "out")
 
 
 @pytest.mark.parametrize("exists", [False, True])

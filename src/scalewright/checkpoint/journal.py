@@ -230,8 +230,11 @@ def _locked(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat())
         except OSError:
-            raise OutputError(f"{folder}: another run is writing there. Wait for it, or give another OUT.") from None
+            is_there = False
+        if not is_there:  # or it was, a moment ago, and has taken its folder away
+            raise OutputError(f"{folder}: another run is writing there. Wait for it, or give another OUT.")
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -20,8 +20,12 @@ class Shelf:
     and in memory, while data flows through them.
     """
 
-    def __init__(self, model: nn.Module, files: MappedFiles) -> None:
+    def __init__(self, model: nn.Module, files: MappedFiles, check_source: Callable[[], None] = lambda: None) -> None:
+        """`check_source` says no to files that have changed. It is asked behind each layer: a run that reads others
+        than it began with goes on for nothing.
+        """
         self._files = files
+        self._check_source = check_source
         self._homes = {module: _weight(module) for module in model.modules()}
         self._here: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
         self._away: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
@@ -48,6 +52,7 @@ class Shelf:
                 }
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
+        self._check_source()
 
     def undone(self, layer: WatchedLayer) -> None:
         """A layer that was finished and given up is not finished after all."""
@@ -60,6 +65,7 @@ class Shelf:
             self._away[module] = (layer, tensors)
         self._here.clear()
         self._files.give_back_all()
+        self._check_source()
 
     def _home(self, module: nn.Module) -> nn.Parameter:
         home = self._homes[module]
