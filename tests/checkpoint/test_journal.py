@@ -84,6 +84,27 @@ def test_a_damaged_part_or_line_is_named(tmp_path):
     assert f"{file}:2: is damaged." in refused(out)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"layer": "a"', '"layer": "b"'),
+        ('"db": 0', '"db": 9'),
+        ('{"db": 0}', "{}"),
+        ("000001", "000002"),
+        ("line", "lime"),
+    ],
+)
+def test_a_line_that_was_changed_is_named(tmp_path, before, after):
+    """It may well be a line that makes sense, and gives a layer what belongs to another."""
+    out = tmp_path / "out"
+    begin(out, "a", "b")
+    file = partial_of(out) / "journal.jsonl"
+    first, second, *others = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert before in second
+    file.write_text("".join([first, second.replace(before, after), *others]), encoding="utf-8")
+    assert f"{file}:2: is damaged." in refused(out)
+
+
 @pytest.mark.parametrize("place", ["its beginning", "its end", "all of it"])
 def test_a_part_of_the_same_size_with_other_bytes_is_named(tmp_path, place):
     """A machine that stopped may have left zeros where bytes were to come."""
