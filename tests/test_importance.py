@@ -412,3 +412,12 @@ def test_plain_data_has_all_but_the_sums() -> None:
         "layers": [{"name": "a", "inputs": 2, "tokens": 4}, {"name": "b.c", "inputs": 3, "tokens": 2}],
         "notes": ["a: little."],
     }
+
+
+def test_importance_that_was_read_does_not_change_with_its_file(tmp_path):
+    """A mapped file that is written again is other numbers, and one that is cut short ends the process."""
+    file = tmp_path / "imatrix.safetensors"
+    save_importance(Importance({"a": torch.ones(1024)}, {"a": 1}, "model", 1, (0,)), file)
+    found = load_importance(file)
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert found.sums["a"].eq(1.0).all()

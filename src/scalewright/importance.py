@@ -232,7 +232,7 @@ def _checked(key: str, tensor: Tensor, dtype: torch.dtype, *, ndim: int) -> Tens
         )
     if not bool(torch.isfinite(tensor).all()) or bool((tensor < 0).any()):
         raise ImportanceError(f"'{key}' has NaN, Inf or negative numbers in it. Gather it anew.")
-    return tensor
+    return tensor.clone()  # it lies in the file, which may be written again while a run is under way
 
 
 def files_of(modifiers: Iterable[Modifier]) -> dict[str, Importance]:

@@ -250,7 +250,7 @@ def oneshot(
         ranks.on_first(partial(_check_output, out, plans, source=model, overwrite=overwrite))
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
-        streaming = {} if mapped is None else _streaming(loaded, plans, mapped, limit)
+        streaming = {} if mapped is None else _streaming(loaded, plans, mapped, source, limit)
         for plan, gathering in zip(plans, gatherings, strict=True):
             if gathering.names:
                 with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
@@ -332,10 +332,12 @@ def _lying_in(files: MappedFiles | None) -> AbstractContextManager[None]:
     return nullcontext() if files is None else files.catching()
 
 
-def _streaming(model: nn.Module, plans: Sequence[Plan], files: MappedFiles, max_memory: int | None) -> dict[str, Any]:
+def _streaming(
+    model: nn.Module, plans: Sequence[Plan], files: MappedFiles, source: SourceFiles, max_memory: int | None
+) -> dict[str, Any]:
     """What a run needs whose model is not in memory."""
     room = room_for_activations(max_memory, largest_block(plans))
-    return {"weights": Shelf(model, files), "waiting_room": WaitingRoom(files.scratch, room)}
+    return {"weights": Shelf(model, files, source.check_unchanged), "waiting_room": WaitingRoom(files.scratch, room)}
 
 
 def _bytes_of(model: nn.Module) -> int:

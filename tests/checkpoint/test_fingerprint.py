@@ -68,6 +68,20 @@ def test_a_source_that_changes_under_a_run_is_named_and_nothing_is_written(what,
         assert out.is_dir() and not partial_of(out).exists()
 
 
+def test_a_source_that_changes_is_named_when_the_next_layer_is_done(folder, tmp_path):
+    """And not at the end of a run of hours."""
+    finished = []
+
+    def on_step(phase, what, done, _):
+        if phase == "quantising" and done and what not in finished:
+            finished.append(what)
+            new_bytes(folder)
+
+    with pytest.raises(ModelError, match="has changed since the run began"):
+        oneshot(folder, scheme="FP8_DYNAMIC", output_dir=tmp_path / "out", on_step=on_step)
+    assert len(finished) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -1,8 +1,10 @@
 """What was finished before a stop is there after it, whole or not at all."""
 
+import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,27 @@ def test_a_damaged_part_or_line_is_named(tmp_path):
     assert f"{part}: has {size - 3:,} bytes, and was written with {size:,}." in str(caught.value)
     file = partial_of(out) / "journal.jsonl"
     file.write_text(file.read_text(encoding="utf-8").replace('"layer": "a"', '"layer": '), encoding="utf-8")
+    assert f"{file}:2: is damaged." in refused(out)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"layer": "a"', '"layer": "b"'),
+        ('"db": 0', '"db": 9'),
+        ('{"db": 0}', "{}"),
+        ("000001", "000002"),
+        ("line", "lime"),
+    ],
+)
+def test_a_line_that_was_changed_is_named(tmp_path, before, after):
+    """It may well be a line that makes sense, and gives a layer what belongs to another."""
+    out = tmp_path / "out"
+    begin(out, "a", "b")
+    file = partial_of(out) / "journal.jsonl"
+    first, second, *others = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert before in second
+    file.write_text("".join([first, second.replace(before, after), *others]), encoding="utf-8")
     assert f"{file}:2: is damaged." in refused(out)
 
 
@@ -171,6 +194,18 @@ def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
     other.join(30)
     assert "another run is writing there" in message
     begin(tmp_path / "out", "a")
+
+
+def test_a_run_that_comes_while_another_takes_its_folder_away_is_refused(tmp_path, monkeypatch):
+    """What it has locked then is a file that others no longer see."""
+    lock = fcntl.flock
+
+    def lock_too_late(file, flags):
+        shutil.rmtree(partial_of(tmp_path / "out"))
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    assert "another run is writing there" in refused(tmp_path / "out")
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -64,7 +64,13 @@ def model_of(kind: str) -> nn.Module:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "output_router_logits": False}
-    config = AutoConfig.for_model(kind, **sizes, **heads, **(experts if kind == "mixtral" else {}))
+    more = {
+        "mixtral": experts,
+        "many experts": {**experts, "model_type": "mixtral", "num_local_experts": 12, "num_hidden_layers": 1},
+        "phi": {"num_key_value_heads": 4},
+    }
+    given = {"model_type": kind, **sizes, **heads, **more.get(kind, {})}
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -133,6 +139,14 @@ CASES = {
         batch_size=1,
         is_exact=False,
         options={"moe_calibrate_all_experts": False},
+    ),
+    "experts that see the same": Case(  # so many that they are not quantised at one time
+        lambda: GPTQModifier(weights=INT4, correction=0.5, ignore=["lm_head", "re:.*gate$"]),
+        kind="many experts",
+        is_exact=False,
+    ),
+    "an input that comes again": Case(  # to the MLP, after the projection of what was attended to
+        lambda: GPTQModifier(weights=INT4, correction=0.5, **HEAD), kind="phi", is_exact=False
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,35 @@ def test_tensors_in_files_are_the_same_tensors(tmp_path):
     room.take(value)
     assert torch.equal(value, before + 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_by_another_name_is_seen(tmp_path):
+    """A tensor that somebody has in another shape is not moved: what is written there must be seen here."""
+    room = WaitingRoom(Scratch(tmp_path), 0)
+    value = torch.zeros(128, 256)
+    flat = value.view(-1)
+    room.take(value)
+    flat += 1
+    assert value.eq(1).all() and room.num_placed == 0
+
+
+def test_files_that_wait_are_not_open(tmp_path):
+    """There may be many thousands of them, and a process may have about a thousand open."""
+    before = len(os.listdir("/proc/self/fd"))
+    scratch = Scratch(tmp_path)
+    placed = [scratch.place(torch.full((64,), each), is_shared=each % 2 == 0) for each in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(tensor.eq(each).all() for each, tensor in enumerate(placed))
+
+
+def test_tensors_can_wait_while_a_model_is_in_inference_mode(tmp_path):
+    room = WaitingRoom(Scratch(tmp_path), 0)
+    value = torch.ones(128, 256)
+    with torch.inference_mode():
+        room.take(value)
+    assert value.eq(1).all() and not value.is_inference()
+    value += 1
+    assert room.num_placed == 1
 
 
 def test_memory_is_used_first_and_again(tmp_path):

@@ -17,7 +17,8 @@ from scalewright.errors import DataError, NonFiniteError, RecipeError
 from scalewright.modifiers import gptq_layer
 from scalewright.modifiers.figures import Sample
 from scalewright.modifiers.gptq import Rounding
-from scalewright.modifiers.gptq_layer import GPTQLayer
+from scalewright.modifiers.gptq_layer import GPTQLayer, Hessian
+from scalewright.modifiers.shown import Shown
 from scalewright.observers.optimal import OptimalObserver
 from scalewright.oneshot import Result
 
@@ -664,3 +665,12 @@ def test_the_table_has_what_a_layer_gains(monkeypatch):
     monkeypatch.undo()
     (layer,) = quantised(one(), GPTQModifier(weights=INT4)).layers
     assert layer.gain_db > 3 and layer.output_db > layer.weight_db and layer.above_optimum is None
+
+
+def test_a_factor_is_that_of_all_tokens_that_were_added():
+    """Also of those that come when a layer with the same input has been rounded already."""
+    hessian = Hessian(8, torch.device("cpu"), with_cross=False)
+    for seed in range(2):
+        hessian.add(Shown(torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))), None)
+        found = hessian.factor(Rounding(is_ordered=False))
+        torch.testing.assert_close(found.upper_CC @ found.upper_CC.T, hessian.matrix + torch.diag(found.added_C))

@@ -1,5 +1,6 @@
 """A weight that is stored some rows at a time is the weight that is stored at once."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -55,3 +56,23 @@ def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeyp
         assert torch.equal(stored[key].view(torch.uint8), each.contiguous().view(torch.uint8)), key
     assert torch.equal(restored, expected)
     assert len(seen) == (1 if name == "FP8_BLOCK" else rows // 128)
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "MXFP8A16"])
+def test_a_layer_that_is_restored_is_the_layer_that_was_finished(name: str) -> None:
+    """Its weight and all qparams, though some are stored as codes, or packed: zero points, and scales of MX formats."""
+    torch.manual_seed(0)
+    scheme = scheme_named(name)
+    scheme.input_activations = None  # nothing is seen here
+    module = nn.Linear(256, 128, bias=True)
+    module.weight.data += 0.02  # so that zero points are not zero
+    finished, restored = (WatchedLayer("layer", each, scheme) for each in (module, copy.deepcopy(module)))
+    finished.start()
+    finished.observe_weight()
+    done = finished.finish()
+    finished.stop()
+    restored.restore(done.compressed, done.record())
+    expected, found = (dict(each.module.named_parameters()) for each in (finished, restored))
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
+        torch.testing.assert_close(found[each].data, value.data, rtol=0, atol=0)

@@ -149,6 +149,20 @@ def test_another_sweep_is_never_worse(block_size, affine):
         rounded_CR = again_CR
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_columns_without_input_change_nothing_for_the_others(is_ordered):
+    """Neither their damping, which is a share of the mean of those that have input, nor what they become."""
+    weight_CR, book = problem(columns=64)
+    hessian_CC = hessian_of(inputs(300, 64))
+    padded_CC = torch.block_diag(hessian_CC, torch.zeros(32, 32))
+    plain, padded = (factor(each, damping=0.01, is_ordered=is_ordered) for each in (hessian_CC, padded_CC))
+    torch.testing.assert_close(padded.added_C[:64], plain.added_C)
+    wide_CR, wide = problem(columns=96)
+    wide_CR[:64], wide.scale_GR[:2] = weight_CR, book.scale_GR
+    found_CR = round_columns(wide_CR, padded, wide, block_size=32)[:64]
+    torch.testing.assert_close(found_CR, round_columns(weight_CR, plain, book, block_size=32))
+
+
 def test_a_column_without_input_is_rounded_to_the_nearest():
     weight_CR, book = problem()
     x_TC = inputs(400, 96)

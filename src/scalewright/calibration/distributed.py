@@ -29,7 +29,7 @@ from torch import Tensor
 
 from scalewright.calibration.heartbeats import TIMEOUT_SECONDS, Watch, new_watch
 from scalewright.calibration.lockstep import Place
-from scalewright.errors import RankError, ScalewrightError
+from scalewright.errors import CalibrationError, RankError, ScalewrightError
 from scalewright.modifiers.gptq_layer import GPTQLayer, Hessian
 from scalewright.modifiers.layers import SAMPLE_TOKENS, QuantizedLayer, WatchedLayer
 from scalewright.observers import Observer, QParamsDict, sync_statistics
@@ -337,43 +337,44 @@ class Ranks:
         return rounded_CR, scale_GR
 
     def _merge_hessians(self, layers: Sequence[tuple[GPTQLayer, list[int]]]) -> None:
-        """Add up the Hessians of layers for their owners. Layers that share one on every rank share the sum."""
+        """Add up the Hessians of layers for their owners. Layers that share one on every rank share the sum.
+
+        A Hessian becomes the sum on all ranks, once: layers that are quantised later may have the same one.
+        """
         if not layers:
             return
         mine = [layer.inputs for layer, _ in layers]
         firsts = [-1 if each is None else next(i for i, other in enumerate(mine) if other is each) for each in mine]
-        told = [
-            [first, *([0, 0, 0, 0] if each is None else each.told())] for first, each in zip(firsts, mine, strict=True)
-        ]
+        told = [[first, *([0] * 5 if each is None else each.told())] for first, each in zip(firsts, mine, strict=True)]
         everyone = self.gather(told)
         kinds: dict[tuple[int, ...], list[int]] = {}
         for number in range(len(layers)):
             kinds.setdefault(tuple(told[number][0] for told in everyone), []).append(number)
         for firsts_R, numbers in kinds.items():
-            seen = [told[numbers[0]][1:] for rank, told in enumerate(everyone) if firsts_R[rank] >= 0]
+            seen = {rank: told[numbers[0]][1:] for rank, told in enumerate(everyone) if firsts_R[rank] >= 0}
             if not seen:
                 continue
-            owners = sorted({owner for number in numbers for owner in layers[number][1]})
-            local = mine[numbers[0]]
+            layer, local = layers[numbers[0]][0], mine[numbers[0]]
+            counted = _counted(layer, seen)
             is_shared = local is not None and sum(other is local for other in mine) > len(numbers)
-            layer = layers[numbers[0]][0]
-            summed = Hessian.merged(None if is_shared else local, seen, _device_of(layer))
-            if is_shared and local is not None:
-                summed.copy_matrices(local)
-            for strip in summed.strips(_ROWS):
-                self._add_up(strip, owners)
+            summed = local
+            if summed is None or not (len(seen) == self.count and summed.is_of_all_ranks):
+                own = None if is_shared else local
+                summed = Hessian.merged(own, [seen[rank] for rank in counted], _device_of(layer))
+                if is_shared and local is not None:
+                    summed.copy_matrices(local)
+                for strip in summed.strips(_ROWS):
+                    self._add_up(strip, is_counted=self.rank in counted)
             for number in numbers:
                 layers[number][0].inputs = summed if self.rank in layers[number][1] else None
 
-    def _add_up(self, strip: Tensor, owners: Sequence[int]) -> None:
-        """Add up a piece of a matrix over all ranks, in place, for those who own it."""
+    def _add_up(self, strip: Tensor, *, is_counted: bool) -> None:
+        """Add up a piece of a matrix over the ranks that are counted, in place, for all."""
         whole = strip.to(self._device, copy=True).contiguous()
-        if len(owners) == 1:
-            self._wait(dist.reduce(whole, dst=owners[0], async_op=True))
-        else:
-            self._wait(dist.all_reduce(whole, async_op=True))
-        if self.rank in owners:
-            strip.copy_(whole)
+        if not is_counted:
+            whole.zero_()
+        self._wait(dist.all_reduce(whole, async_op=True))
+        strip.copy_(whole)
 
 
 class _SharedJournal:
@@ -515,6 +516,17 @@ def _shared_out(costs: Sequence[float], count: int) -> list[int]:
         owners[number] = min(range(count), key=lambda rank: loads[rank])
         loads[owners[number]] += costs[number]
     return owners
+
+
+def _counted(layer: GPTQLayer, told: Mapping[int, Sequence[int]]) -> list[int]:
+    """The ranks, of those that have a Hessian, whose ones add up to that of all: one if it has that already."""
+    whole = [rank for rank, each in told.items() if each[-1]]
+    if whole and any(each != told[whole[0]] for each in told.values()):
+        raise CalibrationError(
+            f"{layer.name}: has the inputs of other layers on some ranks, and on others not. Their Hessian cannot be "
+            "shared. Use QuantizationModifier for one of them, or ignore it."
+        )
+    return whole[:1] or list(told)
 
 
 def _first_tokens(samples_R: Iterable[Sequence[Any]]) -> list[int]:

@@ -5,6 +5,7 @@ Such a file is gone when nobody has its tensor any more, even if the process is 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import tempfile
 from dataclasses import dataclass, field
@@ -32,21 +33,44 @@ class Scratch:
 
     folder: Path
 
-    def place(self, tensor: Tensor, *, is_shared: bool) -> tuple[Tensor, mmap.mmap]:
-        """The same tensor in a file. What is written to it later goes to the file only if it `is_shared`."""
+    def place(self, tensor: Tensor, *, is_shared: bool) -> Tensor:
+        """The same tensor in a file. What is written to it later goes to the file only if it `is_shared`.
+
+        The file is not open: there may be many thousands of them, and a process may have about a thousand open.
+        """
         raw: Any = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
         try:
             with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
                 while raw:
                     raw = raw[file.write(raw) :]
-                mapped = mmap.mmap(file.fileno(), num_bytes(tensor), flags=flags)
-        except OSError as error:
+                mapped = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", is_shared, num_bytes(tensor))
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise OutputError(
-                f"{self.folder}: what waits in files there cannot be written ({error.strerror or error}). Make room, "
-                "give more memory, or another OUT."
+                f"{self.folder}: what waits in files there cannot be written ({reason}). Make room, give more memory, "
+                "or another OUT."
             ) from error
-        return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape), mapped
+        with torch.inference_mode(False):  # or it could not be written to outside of that mode
+            placed: Tensor = torch.empty(0, dtype=tensor.dtype).set_(mapped, 0, tensor.shape)  # type: ignore[call-overload]
+        return placed
+
+
+def give_back(start: int, size: int) -> None:
+    """Give back the memory of a part of a mapped file; whole pages only: what shares a page with others stays.
+
+    The file must be mapped still, or whatever has come to lie there is wiped out.
+    """
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end and _LIBC is not None:
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def can_give_back() -> bool:
+    """Whether the system takes memory back."""
+    return hasattr(mmap, "MADV_DONTNEED")
+
+
+_LIBC = ctypes.CDLL(None) if can_give_back() else None
 
 
 @dataclass
@@ -59,25 +83,23 @@ class WaitingRoom:
     num_placed: int = 0
     """How many tensors went to files."""
     _inside: dict[int, int] = field(default_factory=dict)
-    _placed: dict[int, mmap.mmap] = field(default_factory=dict)
+    _placed: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self, values: Any) -> None:
         """Tensors, in whatever they are, that nobody will look at for a while. They are the same ones afterwards."""
         for value in tree_leaves(values):
-            if not isinstance(value, Tensor) or not _can_move(value):
+            if not isinstance(value, Tensor):
                 continue
             key, size = id(value), num_bytes(value)
             if key in self._placed:
-                self._placed[key].madvise(mmap.MADV_DONTNEED)  # what was read meanwhile
-            elif key in self._inside:
+                give_back(self._placed[key].data_ptr(), size)  # what was read meanwhile
+            elif key in self._inside or not _can_move(value):
                 continue
             elif sum(self._inside.values()) + size <= self.room:
                 self._inside[key] = size
                 finalize(value, self._inside.pop, key, None)
             else:
-                placed, file = self.scratch.place(value, is_shared=True)
-                value.data = placed
-                self._placed[key] = file
+                self._placed[key] = value.data = self.scratch.place(value, is_shared=True)
                 self.num_placed += 1
                 finalize(value, self._placed.pop, key, None)
 
@@ -85,13 +107,15 @@ class WaitingRoom:
 def _can_move(tensor: Tensor) -> bool:
     """Whether it is large, and nobody else can have its memory; an inference tensor's cannot be replaced."""
     size = num_bytes(tensor)
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or size < _SMALL:
+        return False
+    storage = tensor.untyped_storage()
+    num_owners: int = torch._C._storage_Use_Count(storage._cdata)
     return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not isinstance(tensor, torch.nn.Parameter)
+        not isinstance(tensor, torch.nn.Parameter)
         and not tensor.requires_grad
         and not tensor.is_inference()
-        and size >= _SMALL
         and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == size
+        and storage.nbytes() == size
+        and num_owners <= 2  # the tensor, and `storage`; a view of it would be another
     )

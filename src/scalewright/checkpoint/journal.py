@@ -4,8 +4,9 @@
     OUT.partial/000001.safetensors   the tensors of a finished layer
     OUT.partial/checkpoint/          the checkpoint while it is put together; it becomes OUT by its last step
 
-A line is written when the file that it speaks of is complete. A last line that was cut off is forgotten. Killing the
-process loses no finished layer; for the case that the machine stops, what is older than half a minute is on disk.
+A line is written when the file that it speaks of is complete, and has a digest of itself. A last line that was cut off
+is forgotten. Killing the process loses no finished layer; for the case that the machine stops, what is older than half
+a minute is on disk.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +32,7 @@ from scalewright.checkpoint.parts import Part
 from scalewright.errors import OutputError
 
 _JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
+_DIGEST = "line"  # the last key of a line: a digest of all others
 _SYNC_SECONDS = 30.0
 _LINES: dict[str, dict[str, type]] = {
     "fingerprint": {"fingerprint": dict},
@@ -149,7 +152,7 @@ class Journal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with (self.folder / _JOURNAL).open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps(entry) + "\n")
+            opened.write(json.dumps({**entry, _DIGEST: _digest_of(entry)}) + "\n")
 
     def _sync_now_and_then(self, file: Path) -> None:
         self._unsynced.append(file)
@@ -230,8 +233,11 @@ def _locked(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat())
         except OSError:
-            raise OutputError(f"{folder}: another run is writing there. Wait for it, or give another OUT.") from None
+            is_there = False
+        if not is_there:  # or it was, a moment ago, and has taken its folder away
+            raise OutputError(f"{folder}: another run is writing there. Wait for it, or give another OUT.")
         yield
 
 
@@ -256,13 +262,20 @@ def _read(folder: Path) -> list[dict[str, Any]] | None:
     return entries or None
 
 
+def _digest_of(entry: Mapping[str, Any]) -> str:
+    """What tells a line from one that was changed."""
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(entry).encode()))
+
+
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it is none of ours."""
+    """What a line says; None if it is none of ours, or not as it was written."""
     try:
         found = json.loads(line)
+        if not isinstance(found, dict) or found.pop(_DIGEST, None) != _digest_of(found):
+            return None
     except (ValueError, RecursionError):
         return None
-    known = next((kinds for key, kinds in _LINES.items() if isinstance(found, dict) and key in found), None)
+    known = next((kinds for key, kinds in _LINES.items() if key in found), None)
     if known is None or not all(isinstance(found.get(key), kind) for key, kind in known.items()):
         return None
     return found if all(isinstance(name, str) for name in found.get("forget", ())) else None

@@ -9,8 +9,6 @@ Linux only: elsewhere nobody tells what is mapped, and a model is loaded whole.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
@@ -21,7 +19,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from scalewright.calibration.scratch import Scratch, num_bytes
+from scalewright.calibration.scratch import Scratch, can_give_back, give_back, num_bytes
 from scalewright.checkpoint.shards import TensorAt, tensors_in
 
 _MAPS = Path("/proc/self/maps")
@@ -33,7 +31,7 @@ _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 def can_map() -> bool:
     """Whether the system tells what is mapped, and takes memory back."""
-    return _MAPS.exists() and hasattr(mmap, "MADV_DONTNEED")
+    return _MAPS.exists() and can_give_back()
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +56,7 @@ class MappedFiles:
     _ranges: list[_Range] = field(default_factory=list)
     _tensors: list[Tensor] = field(default_factory=list)
     """One in each range, which keeps it mapped."""
-    _own: dict[int, tuple[mmap.mmap, int]] = field(default_factory=dict)
+    _own: dict[int, Tensor] = field(default_factory=dict)
     _headers: dict[Path, dict[tuple[int, int], TensorAt]] = field(default_factory=dict)
 
     @contextmanager
@@ -73,10 +71,10 @@ class MappedFiles:
             if self._keep(parameter, mapped_now) or num_bytes(parameter) < _SMALL:
                 return None
             for each in mapped_now - others:  # it was computed from what lies there
-                _give_back(each.start, each.end - each.start)
-            mapped, file = self.scratch.place(parameter, is_shared=False)
-            self._own[mapped.data_ptr()] = (file, num_bytes(mapped))
-            _give_back(mapped.data_ptr(), num_bytes(mapped))
+                give_back(each.start, each.end - each.start)
+            mapped = self.scratch.place(parameter, is_shared=False)
+            self._own[mapped.data_ptr()] = mapped
+            give_back(mapped.data_ptr(), num_bytes(mapped))
             flags = {key: value for key, value in vars(parameter).items() if key.startswith("_is_hf")}
             placed = nn.Parameter(mapped, requires_grad=parameter.requires_grad)
             vars(placed).update(flags)
@@ -97,7 +95,7 @@ class MappedFiles:
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in one of the files."""
         pointer = tensor.data_ptr()
-        is_own = any(start <= pointer < start + size for start, (_, size) in self._own.items())
+        is_own = any(start <= pointer < start + num_bytes(each) for start, each in self._own.items())
         return is_own or self._range(pointer) is not None
 
     def place_of(self, tensor: Tensor) -> TensorAt | None:
@@ -116,14 +114,14 @@ class MappedFiles:
         """Give back the memory of tensors that lie in the files; what was written to them meanwhile is forgotten."""
         for tensor in tensors:
             if tensor.device.type == "cpu" and tensor.numel() and self.has(tensor):
-                _give_back(tensor.data_ptr(), num_bytes(tensor))
+                give_back(tensor.data_ptr(), num_bytes(tensor))
 
     def give_back_all(self) -> None:
         """The same with all that lies in the files."""
         for each in self._ranges:
-            _give_back(each.start, each.end - each.start)
-        for start, (_, size) in self._own.items():
-            _give_back(start, size)
+            give_back(each.start, each.end - each.start)
+        for start, own in self._own.items():
+            give_back(start, num_bytes(own))
 
     def _keep(self, tensor: Tensor, mapped: Iterable[_Range]) -> bool:
         """Take note of the file among those that are `mapped` which a tensor lies in, if there is one."""
@@ -147,14 +145,3 @@ def _mapped_now() -> Iterator[_Range]:
             between, _, offset, _, _, file = line.split(maxsplit=5)
             start, _, end = between.partition("-")
             yield _Range(int(start, 16), int(end, 16), int(offset, 16), Path(file.replace("\\012", "\n")))
-
-
-def _give_back(start: int, size: int) -> None:
-    """Whole pages only: what shares a page with others stays."""
-    page = mmap.PAGESIZE
-    begin, end = -(-start // page) * page, (start + size) // page * page
-    if begin < end and _LIBC is not None:
-        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-
-
-_LIBC = ctypes.CDLL(None) if can_map() else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from scalewright.calibration.scratch import num_bytes
 from scalewright.checkpoint.mapped import MappedFiles
 from scalewright.checkpoint.parts import Part
 from scalewright.modifiers.layers import WatchedLayer
@@ -18,8 +20,12 @@ class Shelf:
     and in memory, while data flows through them.
     """
 
-    def __init__(self, model: nn.Module, files: MappedFiles) -> None:
+    def __init__(self, model: nn.Module, files: MappedFiles, check_source: Callable[[], None] = lambda: None) -> None:
+        """`check_source` says no to files that have changed. It is asked behind each layer: a run that reads others
+        than it began with goes on for nothing.
+        """
         self._files = files
+        self._check_source = check_source
         self._homes = {module: _weight(module) for module in model.modules()}
         self._here: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
         self._away: dict[nn.Module, tuple[WatchedLayer, Mapping[str, Tensor]]] = {}
@@ -40,9 +46,13 @@ class Shelf:
         if layer.scheme.weights is not None:
             if not isinstance(tensors, Part):  # another rank has the file
                 place = self._files.scratch.place
-                tensors = {key: place(each, is_shared=False)[0] for key, each in tensors.items() if each.numel()}
+                tensors = {
+                    key: each if num_bytes(each) < mmap.PAGESIZE else place(each, is_shared=False)
+                    for key, each in tensors.items()
+                }
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
+        self._check_source()
 
     def undone(self, layer: WatchedLayer) -> None:
         """A layer that was finished and given up is not finished after all."""
@@ -55,6 +65,7 @@ class Shelf:
             self._away[module] = (layer, tensors)
         self._here.clear()
         self._files.give_back_all()
+        self._check_source()
 
     def _home(self, module: nn.Module) -> nn.Parameter:
         home = self._homes[module]

@@ -150,7 +150,7 @@ def _positions_in_use(layer: Layer, places: Places) -> Tensor | None:
             stored[local] = torch.full_like(stored[local].float(), one).to(stored[local].dtype)
     if "weight_shape" in stored:
         stored["weight_shape"] = torch.tensor(layer.shape)
-    used = read_back(stored, layer.scheme, CompressionFormat(layer.stored_as)) != 0
+    used = read_back(stored, layer.scheme, CompressionFormat(layer.stored_as))["weight"] != 0
     strategy = strategy_of(args)
     if strategy == "tensor":
         return used.any().reshape(1)
@@ -218,7 +218,7 @@ def decibels_kept(layer: Layer, places: Places, original: TensorAt, dtype: torch
     stored = {local: read_tensor(at) for local, at in places.items() if local != "weight_shape"}
     noise = Noise()
     for rows in _slices(layer):
-        restored = read_back(_rows_of(layer, stored, rows), layer.scheme, CompressionFormat(layer.stored_as))
+        restored = read_back(_rows_of(layer, stored, rows), layer.scheme, CompressionFormat(layer.stored_as))["weight"]
         noise.add(read_rows(original, rows).to(dtype), restored.to(dtype))
     return noise.decibels
 

@@ -40,6 +40,8 @@ class Hessian:
     def __init__(self, columns: int, device: torch.device, *, with_cross: bool) -> None:
         self.num_tokens = 0
         self.num_shown = 0
+        self.is_of_all_ranks = False
+        """Whether it is the sum of those of all ranks. Layers that come later may share it."""
         self.cross_CC = torch.zeros(columns, columns, device=device) if with_cross else None
         self._sum_CC = torch.zeros(columns, columns, device=device)
         self._is_symmetric = True
@@ -54,6 +56,7 @@ class Hessian:
         elif self.cross_CC is not None:
             add_outer_(self.cross_CC, x_TC, unquantised - x_TC)
         self._is_symmetric = False
+        self._factors.clear()
         self.num_tokens += len(x_TC)
         self.num_shown += 1
 
@@ -67,16 +70,18 @@ class Hessian:
 
     def told(self) -> list[int]:
         """What other ranks must know of it."""
-        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(self.cross_CC is not None)]
+        has_cross = self.cross_CC is not None
+        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(has_cross), int(self.is_of_all_ranks)]
 
     @classmethod
     def merged(cls, own: Hessian | None, told: Sequence[Sequence[int]], device: torch.device) -> Hessian:
-        """That of all ranks which have `told` of theirs, once all `strips` of it are added up. `own` becomes it."""
+        """That of the ranks which have `told` of theirs, once all `strips` of it are added up. `own` becomes it."""
         has_cross = all(each[3] for each in told)
         merged = own if own is not None else cls(told[0][0], device, with_cross=has_cross)
         merged.num_tokens, merged.num_shown = sum(each[1] for each in told), sum(each[2] for each in told)
         merged.cross_CC = merged.cross_CC if has_cross else None
         merged._is_symmetric = False
+        merged.is_of_all_ranks = True
         return merged
 
     def copy_matrices(self, other: Hessian) -> None:

@@ -270,13 +270,15 @@ class WatchedLayer:
     @torch.no_grad()
     def refill(self, tensors: Mapping[str, Tensor], *, is_weight_wanted: bool = True) -> None:
         """Give the module of a finished layer its numbers again, of which it may have been emptied."""
+        is_read = self.scheme.weights is not None and is_weight_wanted
+        read = read_back(tensors, self.scheme, self.format) if is_read else tensors  # scales may be stored as codes
         for name, parameter in list(self.module.named_parameters(recurse=False)):
-            if name in tensors and name != "weight" and tensors[name].shape == parameter.shape:
-                value = tensors[name].to(self.weight.device, parameter.dtype, copy=True)
+            if name in read and name != "weight" and read[name].shape == parameter.shape:
+                value = read[name].to(self.weight.device, parameter.dtype, copy=True)
                 setattr(self.module, name, nn.Parameter(value, requires_grad=False))
-        if self.scheme.weights is not None and is_weight_wanted:
+        if is_read:
             target = self._weight_to_write()
-            target.detach().copy_(read_back(tensors, self.scheme, self.format))
+            target.detach().copy_(read["weight"])
             self.module.weight = target.requires_grad_(False)
 
     def undo(self) -> None:

@@ -59,10 +59,12 @@ def store(
     return joined
 
 
-def read_back(stored: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat) -> Tensor:
-    """The weight that a loader will make of stored tensors."""
-    weight: Tensor = _compressor(stored_as).decompress(dict(stored), scheme)["weight"]
-    return weight
+def read_back(
+    stored: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat
+) -> dict[str, Tensor]:
+    """The tensors of a module that a loader will make of stored ones: its weight, and qparams as they are meant."""
+    found: dict[str, Tensor] = _compressor(stored_as).decompress(dict(stored), scheme)
+    return found
 
 
 def _compressor(stored_as: CompressionFormat) -> Any:
