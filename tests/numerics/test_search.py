@@ -124,7 +124,7 @@ def test_the_expanded_search_goes_from_1_8_to_0_8():
 # ---- the answer --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+@pytest.mark.parametrize("norm", [1.5, 2.0, 2.4, 3.0, 5.0])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_search_finds_what_trying_everything_finds(name, norm):
     args, x = FORMATS[name], bell_shaped(1, 6, 2, 128)
