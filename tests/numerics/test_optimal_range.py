@@ -379,6 +379,19 @@ def test_weights_matter_and_zero_weights_are_as_if_the_element_were_not_there():
     assert error_at(x, INT4, *best(x, INT4), **how).sum() > 1.5 * without
 
 
+@pytest.mark.parametrize("exponent", [-120, 124])
+@pytest.mark.parametrize("norm", [2.0, 2.4, 8.0])
+@pytest.mark.parametrize("name", FEW)
+def test_what_weights_are_measured_in_does_not_matter(name, norm, exponent):
+    args, x = FEW[name], heavy_tailed(1, 40, 2, 32)
+    weights = torch.rand(1, 1, 2, 32) ** 3 + 0.1
+    how = {"norm": norm, "global_scale": global_scale_for(args, x)}
+    found, scaled = (
+        optimal_range(x, *min_max(x), args, weights_NQG=each, **how) for each in (weights, weights * 2.0**exponent)
+    )
+    assert_same_range(scaled, found)
+
+
 @pytest.mark.parametrize("exponent", [-80, -20, 60])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", [name for name in FEW if name != "nvfp4"])

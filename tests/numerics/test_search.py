@@ -243,6 +243,17 @@ def test_equal_weights_are_no_weights():
     torch.testing.assert_close(weighted.hi_Q, plain.hi_Q, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("norm", [2.4, 3.0, 8.0])
+@pytest.mark.parametrize("exponent", [-120, 124])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_weights_are_measured_in_does_not_matter(name, exponent, norm):
+    x, weights = bell_shaped(1, 40, 2, 64), torch.rand(1, 1, 2, 64) ** 3 + 0.1
+    how = {"norm": norm, "candidates": shrink_candidates(maxshrink=0.2, grid=100, expand=1.15)}
+    found, scaled = (run(x, FORMATS[name], weights_NQG=each, **how) for each in (weights, weights * 2.0**exponent))
+    torch.testing.assert_close(scaled.best_Q, found.best_Q, rtol=0, atol=0)
+    assert len(found.best_Q.unique()) > 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_default_dtype_of_the_process_is_none_of_our_business(name, dtype):
