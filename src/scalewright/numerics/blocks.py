@@ -1,8 +1,8 @@
 """Cutting the work on a tensor into pieces that stay in cache.
 
 `Positions` are some qparam positions that are worked on together; iterating over them gives their elements in one or
-more `Block`s: copied to fp32, in units of a power of two near each position's largest value, and weights in units of one
-near its largest weight. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a power and
+more `Block`s: copied to fp32, in units of a power of two near each position's largest value, weights in units of one near
+its largest weight. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a power and
 weighed, scaling a tensor by a power of two scales every answer, and scaling the weights changes none. All blocks share
 their scratch memory: use one before the next.
 
