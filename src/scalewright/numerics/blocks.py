@@ -1,10 +1,10 @@
 """Cutting the work on a tensor into pieces that stay in cache.
 
 `Positions` are some qparam positions that are worked on together; iterating over them gives their elements in one or
-more `Block`s: copied to fp32, in units of a power of two near each position's largest value, weights in units of one near
-its largest weight. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a power and
-weighed, scaling a tensor by a power of two scales every answer, and scaling the weights changes none. All blocks share
-their scratch memory: use one before the next.
+more `Block`s: copied to fp32, in units of a power of two near each position's largest value, and their weights in units
+of one near its largest weight. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a
+power and weighed; scaling a tensor by a power of two scales every answer, and scaling its weights changes none. All
+blocks share their scratch memory: use one before the next.
 
 Sums are fp32 over at most `SEGMENT` neighbouring elements of one observation, and float64 beyond. So they do not depend
 on how the work was cut, nor on the number of threads.
