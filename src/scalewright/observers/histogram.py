@@ -187,7 +187,7 @@ class BalancedMSEObserver(HistogramMSEObserver):
 
     @override
     def weights_of(self, counts: Tensor, values: Tensor) -> Tensor:
-        # A token of 2 ** -64 of the largest value loses nothing under any scale, but would weigh more than fp32 has room
-        # for, and all others nothing beside it.
+        # A token of 2 ** -64 of the largest value loses nothing under any scale, but would weigh more than fp32 has
+        # room for, and all others nothing beside it.
         unit = power_of_two_below(values.abs().amax()).double()
         return (counts * unit).clamp(max=_FAINTEST)
