@@ -125,8 +125,8 @@ def spread_columns(
 ) -> Tensor:
     """One number for each column of a weight of `shape` [..., R, C], broadcasting against the flattened weight.
 
-    Every row of blocks has the same numbers, unless the last is padded. TENSOR has rows and columns in one dimension, so
-    they take as much memory there as the weight in fp32.
+    Every row of blocks has the same numbers, unless the last is padded. TENSOR has rows and columns in one dimension,
+    so they take as much memory there as the weight in fp32.
     """
     height = args.block_structure[0] if args.block_structure is not None else None
     if height is not None and len(shape) > 1 and shape[-2] % height == 0:
