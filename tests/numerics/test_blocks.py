@@ -124,9 +124,33 @@ def test_some_positions_have_the_elements_and_the_weights_that_they_had_among_al
 def test_broadcast_weights_stand_beside_their_elements(shape):
     x, unit = made(shape)
     weights = torch.rand(1, *[1] * (len(shape) - 3), *shape[-2:])
-    whole = (x / unit.unsqueeze(-1) * weights).double().sum(dim=(0, -1)).flatten()
+    weight_unit = 2.0 ** weights.amax(dim=(0, -1)).log2().floor()
+    whole = (x / unit.unsqueeze(-1) * weights / weight_unit.unsqueeze(-1)).double().sum(dim=(0, -1)).flatten()
     found = sums(x, lambda block: block.x_PE * block.weights_PE, weights_NQG=weights, block_elements=200)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", [64, 1 << 18])
+@pytest.mark.parametrize("shape", [(1, 64, 4, 16), (40, 8, 32), (3, 2, 2, 5000)])
+def test_weights_are_in_units_of_a_power_of_two_that_is_no_larger_than_the_largest_of_their_position(shape, elements):
+    x, _ = made(shape)
+    weights = torch.rand(shape) * 10.0 ** torch.linspace(-37, 37, torch.Size(shape[1:-1]).numel()).reshape(
+        *shape[1:-1], 1
+    )
+    start, largest = 0, weights.amax(dim=(0, -1)).flatten()
+    for positions in cut(x, weights_NQG=weights, block_elements=elements):
+        mine = largest[start : start + len(positions.unit_P)]
+        start += len(mine)
+        found = torch.stack([block.weights_PE.amax(dim=1) for block in positions]).amax(dim=0)
+        assert ((found >= 1) & (found < 2)).all()
+        torch.testing.assert_close(found * positions.weight_unit_P, mine, rtol=0, atol=0)
+    assert start == len(largest)
+
+
+def test_positions_that_weigh_nothing_have_weights_of_zero():
+    x, _ = made((1, 4, 2, 16))
+    (positions,) = cut(x, weights_NQG=torch.zeros(2, 16))
+    assert positions.is_weighted and not positions.total_weight().any()
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])

@@ -17,7 +17,7 @@ RATIOS = (1.0, 0.97, 0.81, 0.5, 0.33, 1.4)
 
 
 def made(*shape, weighted=False, kind="bell", seed=0):
-    """A tensor in units, its weights, its positions, and min-max's scale if there are `span` steps."""
+    """A tensor in units, its weights in theirs, its positions, and min-max's scale if there are `span` steps."""
     torch.manual_seed(seed)
     x = torch.randn(shape)
     if kind == "tails":
@@ -28,6 +28,8 @@ def made(*shape, weighted=False, kind="bell", seed=0):
         x = x + 3
     weights = torch.rand(shape) ** 3 if weighted else None
     (positions,) = positions_of(x, *min_max(x), weights_NQG=weights)
+    if weights is not None:
+        weights = weights / positions.weight_unit_P.reshape(x.shape[1:-1]).unsqueeze(-1)
     return x / positions.unit_P.reshape(x.shape[1:-1]).unsqueeze(-1), weights, positions
 
 

@@ -6,7 +6,7 @@ import torch
 from scalewright.numerics.curves import power_curve
 
 CASES = [
-    *((norm, largest, 0.5) for norm in (1.5, 2.2, 2.4, 2.7, 3.5) for largest in (0.5, 0.78125, 1.9, 12.0)),
+    *((norm, largest, 0.5) for norm in (1.5, 2.2, 2.4, 2.7, 3.5, 5, 5.001) for largest in (0.5, 0.78125, 1.9, 12.0)),
     (2.4, 1.0, 0.25),  # e2m1
     (2.4, 2.0, 2.0**-3),
     (2.4, 0.1, 0.5),
@@ -29,6 +29,13 @@ def test_a_curve_is_off_by_its_tolerance_at_most(norm, largest, typical):
 def test_a_curve_that_covers_integers_is_tight(norm):
     assert power_curve(norm, largest=0.5, typical=0.5).tolerance < 1e-3
     assert power_curve(norm, largest=1.0, typical=0.5).tolerance < 1e-2
+
+
+@pytest.mark.parametrize("typical", [0.5, 0.25, 2.0**-10])
+@pytest.mark.parametrize("largest", [0.5, 1.0, 60.0])
+@pytest.mark.parametrize("norm", [5, 5.0])
+def test_a_power_that_a_curve_has_a_term_for_is_found_exactly(norm, largest, typical):
+    assert power_curve(norm, largest=largest, typical=typical).tolerance < 2e-5
 
 
 def test_the_tolerance_is_no_larger_than_it_has_to_be():

@@ -16,11 +16,13 @@ NORMS = [1.0, 2.0, 2.4, 3.0, 3.3]
 
 
 def made(*shape: int, weighted: bool = False, block_elements: int = 1 << 18, seed: int = 0):
-    """A tensor in units, its weights, and its positions."""
+    """A tensor in units, its weights in theirs, and its positions."""
     torch.manual_seed(seed)
     x = torch.randn(shape)
     weights = torch.rand(shape) ** 3 if weighted else None
     (positions,) = positions_of(x, *min_max(x), weights_NQG=weights, block_elements=block_elements)
+    if weights is not None:
+        weights = weights / positions.weight_unit_P.reshape(x.shape[1:-1]).unsqueeze(-1)
     return x / positions.unit_P.reshape(x.shape[1:-1]).unsqueeze(-1), weights, positions
 
 
@@ -185,7 +187,7 @@ def test_what_is_clipped_loses_no_more_than_any_smaller_scale(grid, norm, weight
 def test_a_lonely_value_outside_the_range_loses_just_what_is_clipped(norm, weighted, sign):
     x = torch.zeros(1, 4, 1, 16)
     x[..., 0] = sign * torch.tensor([1.0, 1.2, 1.5, 1.9]).reshape(4, 1)
-    weights = torch.full(x.shape, 0.3) if weighted else None
+    weights = torch.full(x.shape, 1.2) if weighted else None  # their unit is 1
     (positions,) = positions_of(x, *min_max(x), weights_NQG=weights)
     judge, scale_P = Judge(INT4, norm), torch.full((4,), 0.1)
     expected = error_at(x, INT4, scale_P, norm=norm, weights=weights)

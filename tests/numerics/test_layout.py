@@ -292,6 +292,15 @@ def test_a_number_for_each_column_meets_that_column_in_every_layout(args, shape)
     torch.testing.assert_close(spread.expand(expected.shape), expected)
 
 
+@pytest.mark.parametrize("rows", [4, 4000])
+def test_a_number_for_each_column_takes_one_row_of_blocks(rows):
+    per_column, weight = torch.rand(19), torch.rand(2, rows, 19)
+    spread = spread_columns(per_column, tuple(weight.shape), BLOCK)
+    assert spread.numel() == 3 * 4 * 8  # three blocks of 4 x 8
+    flat = flatten_for_calibration(weight, "weight", BLOCK)
+    torch.testing.assert_close(flat * spread, flatten_for_calibration(weight * per_column, "weight", BLOCK))
+
+
 def test_a_number_for_each_column_follows_g_idx():
     per_column, g_idx = counting(8), torch.tensor([1, 0, 1, 0, 0, 1, 1, 0])
     spread = spread_columns(per_column, (2, 8), GROUP, g_idx=g_idx)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from scalewright.numerics.charts import plain_chart
 from scalewright.numerics.extremes import min_max
-from scalewright.numerics.optimal import optimal_range
+from scalewright.numerics.judge import Judge
+from scalewright.numerics.optimal import _Search, optimal_range
 from scalewright.numerics.optimum import exact_optimum
 from scalewright.numerics.scales import global_scale_of, stored_qparams
 
@@ -152,6 +153,13 @@ def test_weighted_groups_lose_little_more_than_the_exact_optimum_and_never_less(
     assert error.sum() <= bound * least.sum()
 
 
+def test_values_on_the_side_that_has_fewer_codes_are_given_a_scale_above_min_maxs():
+    x = bell_shaped(1, 100, 1, 128).abs().clamp(max=1.0)
+    scale, minmax = best(x, INT4)[0], stored(*min_max(x), INT4)[0]
+    assert (scale > 1.02 * minmax).any()
+    assert least_error(x, INT4).sum() <= 1.003 * exact_optimum(x, INT4).error_Q.sum()
+
+
 @pytest.mark.parametrize(("times", "weight"), [(8.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
 @pytest.mark.parametrize(
     ("args", "bound"),
@@ -193,6 +201,54 @@ def test_two_bits_lose_at_most_53_hundredths_of_what_min_max_loses():
 def test_the_fp8_sweep_beats_min_max_by_its_phase():
     x = bell_shaped(1, 50, 1, 256)
     assert least_error(x, FP8).sum() <= 0.97 * minmax_error(x, FP8).sum()
+
+
+# ---- against brute force: any scale, other norms -------------------------------------------------------------------
+
+
+def least_of_many_scales(x, args, *, norm, weights=None):
+    """The least error of 200 scales round min-max's, under zero points up to two away: float64 [*Q]."""
+    scale, zero_point = stored(*min_max(x), args)
+    half = 2 ** (args.num_bits - 1)
+    points = [None]
+    if not args.symmetric:
+        points = [(zero_point.double() + other).clamp(-half, half - 1) for other in (-2, -1, 0, 1, 2)]
+    ratios = torch.linspace(0.25, 1.4, 200) if args.type == "int" else torch.linspace(0.7, 2.0, 200)
+    errors = [
+        error_at(x, args, scale * ratio, point, norm=norm, weights=weights) for ratio in ratios for point in points
+    ]
+    return torch.stack(errors).amin(dim=0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("norm", [2.4, 3.0])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("int2", 1.001), ("int3", 1.002), ("int4", 1.003), ("int4 affine", 1.003), ("fp4", 1.001)]
+)
+def test_under_other_norms_hardly_a_scale_loses_less(name, bound, norm, weighted):
+    args, x = ANY_SCALE[name], bell_shaped(1, 30, 1, 32)
+    how = {"norm": norm, "weights": torch.rand(x.shape) ** 2 if weighted else None}
+    assert least_error(x, args, **how).sum() <= bound * least_of_many_scales(x, args, **how).sum()
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0, 0.9])
+@pytest.mark.parametrize("name", ANY_SCALE)
+def test_no_value_lies_further_outside_than_the_search_reckons_with(name, shift, monkeypatch):
+    # Errors are bounded by a curve that reaches as far as values may lie outside the range, in steps.
+    judge, distances = Judge.judge, []
+
+    def watched(self, positions, scale_JP, zero_point_JP=None, *, outside=None):
+        above_JP, below_JP = positions.hi_P / scale_JP, positions.lo_P / scale_JP
+        if zero_point_JP is not None:
+            above_JP, below_JP = above_JP + zero_point_JP, below_JP + zero_point_JP
+        furthest = float(torch.maximum(above_JP - self.grid.high, self.grid.low - below_JP).max())
+        distances.append((furthest, outside))
+        return judge(self, positions, scale_JP, zero_point_JP, outside=outside)
+
+    monkeypatch.setattr(Judge, "judge", watched)
+    x = bell_shaped(1, 60, 1, 32) * (0.02 if shift == 0.9 else 1.0) + shift
+    optimal_range(x, *min_max(x), ANY_SCALE[name], norm=2.4, refits=2)
+    assert distances and all(furthest <= outside for furthest, outside in distances)
 
 
 # ---- against brute force: scales of a short format ---------------------------------------------------------------
@@ -368,6 +424,28 @@ def test_equal_weights_are_no_weights(name, norm):
         torch.testing.assert_close(weighted, plain, rtol=0.06, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ANY_SCALE)
+def test_what_is_stored_for_the_range_is_the_scale_and_zero_point_that_were_found(name, dtype, monkeypatch):
+    args, best_of, every = ANY_SCALE[name], _Search.best_of, []
+
+    def watched(self, positions):
+        every.append(best_of(self, positions))
+        return every[-1]
+
+    monkeypatch.setattr(_Search, "best_of", watched)
+    x = heavy_tailed(1, 400, 1, 8).to(dtype)
+    found = optimal_range(x, *min_max(x), args, dtype=dtype)
+    scale, zero_point = stored(found.lo_Q, found.hi_Q, args, dtype=dtype)
+    rtol = 2e-7 if dtype == torch.float32 else 0
+    torch.testing.assert_close(scale.flatten(), torch.cat([each.scale_P for each in every]), rtol=rtol, atol=0)
+    if not args.symmetric:
+        own_scale, own_point = stored(*min_max(x), args, dtype=dtype)
+        torch.testing.assert_close(zero_point.float().flatten(), torch.cat([each.point_P for each in every]))
+        if name == "int8 affine" and dtype == torch.bfloat16:  # min-max's scale under another zero point does occur
+            assert ((scale == own_scale) & (zero_point != own_point)).any()
+
+
 def test_weights_matter_and_zero_weights_are_as_if_the_element_were_not_there():
     x = bell_shaped(1, 20, 1, 32).clamp(-2, 2)
     x[..., 0] = 3.5
@@ -377,6 +455,19 @@ def test_weights_matter_and_zero_weights_are_as_if_the_element_were_not_there():
     without = exact_optimum(x[..., 1:], INT4).error_Q.sum()
     assert least_error(x, INT4, **how).sum() <= 1.15 * without
     assert error_at(x, INT4, *best(x, INT4), **how).sum() > 1.5 * without
+
+
+@pytest.mark.parametrize("exponent", [-120, 124])
+@pytest.mark.parametrize("norm", [2.0, 2.4, 8.0])
+@pytest.mark.parametrize("name", FEW)
+def test_what_weights_are_measured_in_does_not_matter(name, norm, exponent):
+    args, x = FEW[name], heavy_tailed(1, 40, 2, 32)
+    weights = torch.rand(1, 1, 2, 32) ** 3 + 0.1
+    how = {"norm": norm, "global_scale": global_scale_for(args, x)}
+    found, scaled = (
+        optimal_range(x, *min_max(x), args, weights_NQG=each, **how) for each in (weights, weights * 2.0**exponent)
+    )
+    assert_same_range(scaled, found)
 
 
 @pytest.mark.parametrize("exponent", [-80, -20, 60])

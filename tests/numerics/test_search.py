@@ -124,7 +124,7 @@ def test_the_expanded_search_goes_from_1_8_to_0_8():
 # ---- the answer --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+@pytest.mark.parametrize("norm", [1.5, 2.0, 2.4, 3.0, 5.0])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_search_finds_what_trying_everything_finds(name, norm):
     args, x = FORMATS[name], bell_shaped(1, 6, 2, 128)
@@ -236,11 +236,41 @@ def test_weighted_errors_find_what_trying_everything_finds():
     assert (found.best_Q != run(x, INT4, candidates=candidates).best_Q).any()
 
 
+def test_ranges_of_a_thousandth_are_told_apart():
+    x, weights = bell_shaped(1, 20, 1, 64), torch.ones(64)
+    x[..., 0], weights[0] = 400.0, 0.0  # so that next to nothing of the range is best
+    candidates = shrink_candidates(maxshrink=1.0, grid=1000)
+    errors = error_of_everything(x, INT4, candidates, norm=2.4, weights=weights)
+    found = run(x, INT4, candidates=candidates, weights_NQG=weights)
+    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
+    assert (candidates[found.best_Q] < 0.02).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_range_beyond_fp32_ends_with_fp32(name):
+    x = bell_shaped(1, 6, 2, 16)
+    x = x / x.abs().max() * torch.finfo(torch.float32).max
+    found = run(x, FORMATS[name], candidates=shrink_candidates(maxshrink=0.3, grid=20, expand=1.8))
+    assert found.lo_Q.isfinite().all() and found.hi_Q.isfinite().all()
+
+
 def test_equal_weights_are_no_weights():
     x = heavy_tailed(1, 6, 2, 16)
     plain, weighted = run(x, INT4), run(x, INT4, weights_NQG=torch.full((1, 1, 1, 1), 4.0))
     torch.testing.assert_close(weighted.best_Q, plain.best_Q)
     torch.testing.assert_close(weighted.hi_Q, plain.hi_Q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", [2.4, 3.0, 8.0])
+@pytest.mark.parametrize("exponent", [-120, 124])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_weights_are_measured_in_does_not_matter(name, exponent, norm):
+    x, weights = bell_shaped(1, 40, 2, 64), torch.rand(1, 1, 2, 64) ** 3 + 0.1
+    how = {"norm": norm, "candidates": shrink_candidates(maxshrink=0.2, grid=100, expand=1.15)}
+    found, scaled = (run(x, FORMATS[name], weights_NQG=each, **how) for each in (weights, weights * 2.0**exponent))
+    torch.testing.assert_close(scaled.best_Q, found.best_Q, rtol=0, atol=0)
+    assert len(found.best_Q.unique()) > 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -95,3 +95,19 @@ def test_the_record_is_the_same_in_any_order_and_in_parts(dtype):
     assert torch.equal(forwards.counts, backwards.counts)
     assert torch.equal(forwards.counts, one.merge(other).counts)
     assert forwards.counts.dtype == torch.float64
+
+
+@pytest.mark.parametrize("faint", [1e-20, 1e-38, 1e-40])
+def test_a_token_that_is_as_good_as_zero_changes_nothing(faint):
+    hidden = torch.cat([batch_with_a_loud_token(), torch.zeros(2, 1, 64)], dim=1)
+    expected = make()(hidden).get_qparams()["scale"]
+    hidden[:, -1, :3] = faint
+    torch.testing.assert_close(make()(hidden).get_qparams()["scale"], expected, rtol=0, atol=0)
+    assert expected < 0.9 * make("static_minmax")(hidden).get_qparams()["scale"]
+
+
+@pytest.mark.parametrize("exponent", [-110, -30, 30, 110])
+def test_scaling_by_a_power_of_two_scales_the_scale(exponent):
+    hidden = batch_with_a_loud_token()
+    scale, scaled = (make()(each).get_qparams()["scale"] for each in (hidden, hidden * 2.0**exponent))
+    torch.testing.assert_close(scaled, scale * 2.0**exponent, rtol=0, atol=0)

@@ -118,6 +118,28 @@ def test_a_value_beyond_the_largest_bf16_is_not_read_as_zero(name, value):
     torch.testing.assert_close(scale, torch.tensor([3.4e38 / 127.5]), rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "knob", "value"),
+    [("percentile", "percentile", 50.0), ("entropy", "bins", 256), ("histogram_mse", "norm", 8.0)],
+)
+def test_what_another_observer_was_asked_does_not_matter(name, knob, value):
+    x = outlying(12, 8, 64)
+    expected = make(name, **{knob: value})(x).get_qparams()
+    other, observer = make(name)(x), make(name)(x)
+    before = other.get_qparams()
+    setattr(observer, knob, value)
+    torch.testing.assert_close(observer.get_qparams(), expected, rtol=0, atol=0)
+    assert before["scale"] != expected["scale"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_that_was_changed_by_hand_is_read_anew(name):
+    observer, smaller = make(name, **FEW[name])(outlying(12, 8, 16)), make(name, **FEW[name])(outlying(12, 8, 16) / 8)
+    observer.get_qparams()
+    observer.counts.copy_(smaller.counts)
+    torch.testing.assert_close(observer.get_qparams(), smaller.get_qparams(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_forgets_the_record(name):
     observer = make(name, **FEW[name])

@@ -1,9 +1,10 @@
 """Cutting the work on a tensor into pieces that stay in cache.
 
 `Positions` are some qparam positions that are worked on together; iterating over them gives their elements in one or
-more `Block`s: copied to fp32, in units of a power of two near each position's largest value. So neither 1e-30 nor 1e38
-leaves the range of fp32 when a difference is raised to a power, and scaling a tensor by a power of two scales every
-answer. All blocks share their scratch memory: use one before the next.
+more `Block`s: copied to fp32, in units of a power of two near each position's largest value, and their weights in units
+of one near its largest weight. So neither 1e-30 nor 1e38 leaves the range of fp32 when a difference is raised to a
+power and weighed; scaling a tensor by a power of two scales every answer, and scaling its weights changes none. All
+blocks share their scratch memory: use one before the next.
 
 Sums are fp32 over at most `SEGMENT` neighbouring elements of one observation, and float64 beyond. So they do not depend
 on how the work was cut, nor on the number of threads.
@@ -70,10 +71,10 @@ class Positions:
     lo_P: Tensor
     hi_P: Tensor
     unit_P: Tensor
+    weight_unit_P: Tensor | None
     group_size: int
     segment: int
     num_elements: int
-    is_weighted: bool
     is_whole: bool
     """Whether all elements are in one block."""
     _blocks: Callable[[], Iterable[Block]] = field(repr=False)
@@ -81,8 +82,13 @@ class Positions:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks())
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether elements have weights."""
+        return self.weight_unit_P is not None
+
     def total_weight(self) -> Tensor:
-        """How much all elements of each position weigh together; without weights, how many they are."""
+        """How much all elements of each position weigh together, in units; without weights, how many they are."""
         if not self.is_weighted:
             return torch.full_like(self.unit_P, self.num_elements)
         total_P = torch.zeros_like(self.unit_P, dtype=torch.float64)
@@ -99,6 +105,7 @@ class Positions:
             lo_P=self.lo_P[index_M],
             hi_P=self.hi_P[index_M],
             unit_P=self.unit_P[index_M],
+            weight_unit_P=None if self.weight_unit_P is None else self.weight_unit_P[index_M],
             _blocks=lambda: (block.at(index_M) for block in self) if blocks is None else blocks,
         )
 
@@ -118,19 +125,21 @@ def positions_of(
     cut = _Cut.of(x_NQG, weights_NQG, block_elements)
     unit_Q = power_of_two_below(torch.maximum(lo_Q.abs(), hi_Q.abs()))
     lo, hi, unit = (lo_Q / unit_Q).flatten(), (hi_Q / unit_Q).flatten(), unit_Q.flatten()
+    weight_unit = None if weights_NQG is None else _weight_units(weights_NQG, x_NQG).flatten()
     step = cut.rows * cut.columns
     for start in range(0, len(unit), step):
         part = slice(start, start + step)
-        blocks = partial(cut.blocks, start, unit[part])
+        weight_unit_P = None if weight_unit is None else weight_unit[part]
+        blocks = partial(cut.blocks, start, unit[part], weight_unit_P)
         again = partial(iter, tuple(blocks())) if cut.is_whole else blocks
         yield Positions(
             lo[part],
             hi[part],
             unit[part],
+            weight_unit_P,
             x_NQG.shape[-1],
             cut.segment,
             x_NQG.shape[0] * x_NQG.shape[-1],
-            weights_NQG is not None,
             cut.is_whole,
             again,
         )
@@ -181,10 +190,11 @@ class _Cut:
     def is_whole(self) -> bool:
         return self.observations == self.x_NABG.shape[0] and self.width == self.padded
 
-    def blocks(self, start: int, unit_P: Tensor) -> Iterator[Block]:
+    def blocks(self, start: int, unit_P: Tensor, weight_unit_P: Tensor | None) -> Iterator[Block]:
         """The blocks of the positions from `start` on, one after the other in the same memory."""
         rows = slice(start // self.columns, start // self.columns + self.rows)
-        inverse_P1 = unit_P.reciprocal().unsqueeze(1)
+        inverse_P = unit_P.reciprocal()
+        inverse_weight_P = None if weight_unit_P is None else weight_unit_P.reciprocal()
         starts = product(range(0, self.x_NABG.shape[0], self.observations), range(0, self.padded, self.width))
         for observation, element in starts:
             part = (
@@ -193,21 +203,27 @@ class _Cut:
                 slice(None),
                 slice(element, element + self.width),
             )
-            x_PE = self._copied(self.x_NABG[part], 0).mul_(inverse_P1)
+            x_PE, weights_PE = self._copied(self.x_NABG[part], inverse_P, 0), None
+            if self.w_NABG is not None and inverse_weight_P is not None:
+                weights_PE = self._copied(self.w_NABG[part], inverse_weight_P, NUM_SCRATCH + 1)
             yield Block(
                 x_PE=x_PE,
-                weights_PE=None if self.w_NABG is None else self._copied(self.w_NABG[part], NUM_SCRATCH + 1),
+                weights_PE=weights_PE,
                 scratch=tuple(each[: x_PE.numel()].view_as(x_PE) for each in self.buffers[1 : NUM_SCRATCH + 1]),
                 segment=self.segment,
             )
 
-    def _copied(self, part_NABG: Tensor, buffer: int) -> Tensor:
-        """`part_NABG` as fp32 [A * B, N * (G, padded to whole segments)], in a buffer."""
+    def _copied(self, part_NABG: Tensor, factor_P: Tensor, buffer: int) -> Tensor:
+        """`part_NABG` times a factor, as fp32 [A * B, N * (G, padded to whole segments)], in a buffer."""
         observations, rows, columns, elements = part_NABG.shape
         padded = -(-elements // self.segment) * self.segment
         target = self.buffers[buffer][: rows * columns * observations * padded]
         target = target.view(rows, columns, observations, padded)
-        target[..., :elements].copy_(part_NABG.permute(1, 2, 0, 3))
+        part_ABNG, factor_AB11 = part_NABG.permute(1, 2, 0, 3), factor_P.view(rows, columns, 1, 1)
+        if part_ABNG.dtype == torch.float32:
+            torch.mul(part_ABNG, factor_AB11, out=target[..., :elements])
+        else:
+            target[..., :elements].copy_(part_ABNG).mul_(factor_AB11)
         if padded > elements:
             target[..., elements:].zero_()
         return target.view(rows * columns, observations * padded)
@@ -217,6 +233,12 @@ def power_of_two_below(absmax: Tensor) -> Tensor:
     """The largest power of two that is no larger; the smallest normal number of fp32 for zero and denormals."""
     _, exponent = torch.frexp(absmax.clamp(min=torch.finfo(torch.float32).tiny))
     return torch.ldexp(torch.ones_like(absmax), exponent - 1)
+
+
+def _weight_units(weights_NQG: Tensor, x_NQG: Tensor) -> Tensor:
+    """A power of two near the largest weight of each position, of the shape of Q; broadcast weights are read once."""
+    weights_NQG = weights_NQG.reshape(*[1] * (x_NQG.ndim - weights_NQG.ndim), *weights_NQG.shape)
+    return power_of_two_below(weights_NQG.amax(dim=(0, -1)).float()).expand(x_NQG.shape[1:-1])
 
 
 def _folded(expanded_NQG: Tensor, columns: int) -> Tensor:

@@ -123,7 +123,14 @@ def drop_masked_tokens(value: Tensor, base_name: str, args: QuantizationArgs, ke
 def spread_columns(
     per_column_C: Tensor, shape: tuple[int, ...], args: QuantizationArgs, *, g_idx: Tensor | None = None
 ) -> Tensor:
-    """One number for each column of a weight of `shape` [..., R, C], broadcasting against the flattened weight."""
+    """One number for each column of a weight of `shape` [..., R, C], broadcasting against the flattened weight.
+
+    Every row of blocks has the same numbers, unless the last is padded. TENSOR has rows and columns in one dimension,
+    so they take as much memory there as the weight in fp32.
+    """
+    height = args.block_structure[0] if args.block_structure is not None else None
+    if height is not None and len(shape) > 1 and shape[-2] % height == 0:
+        return flatten_for_calibration(per_column_C.expand(height, -1), "weight", args)
     if strategy_of(args) in ("tensor", "block"):
         return flatten_for_calibration(per_column_C.expand(shape), "weight", args)
     return flatten_for_calibration(per_column_C.unsqueeze(0), "weight", args, g_idx=g_idx)

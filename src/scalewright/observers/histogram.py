@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from scalewright.numerics.blocks import power_of_two_below
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.histogram import (
     code_values,
@@ -29,6 +30,8 @@ from scalewright.observers.knobs import Knob
 from scalewright.observers.merging import Rule
 
 # Q qparam positions, C codes in order of their value.
+
+_FAINTEST = 2.0**64
 
 
 class HistogramObserver(Widening):
@@ -55,14 +58,15 @@ class HistogramObserver(Widening):
     def chosen_range(self, global_scale: Tensor | None) -> Range:
         if self.counts is None or not self.has_own_range:  # ranges that a user has set are obeyed
             return super().chosen_range(global_scale)
-        question = (type(self), self.args.model_dump_json(), self.scale_dtype)
+        knobs = tuple(getattr(self, knob.name) for knob in self.knobs)  # as they are now
+        question = (type(self), self.args.model_dump_json(), knobs, self.scale_dtype)
         last = HistogramObserver._last
         if last is not None and last[0] == question and torch.equal(last[1], self.counts):
             return last[2]
         values_C = code_values(self.counts.device)
         found = [self.range_from(counts_C, values_C) for counts_C in self.counts.reshape(-1, len(values_C))]
         lo_Q, hi_Q = (torch.stack(ends).reshape(self.counts.shape[:-1]) for ends in zip(*found, strict=True))
-        HistogramObserver._last = (question, self.counts, (lo_Q, hi_Q))
+        HistogramObserver._last = (question, self.counts.clone(), (lo_Q, hi_Q))
         return lo_Q, hi_Q
 
     def counted(self, observed: Tensor) -> Tensor:
@@ -139,7 +143,8 @@ class HistogramMSEObserver(HistogramObserver):
     @override
     def range_from(self, counts_C: Tensor, values_C: Tensor) -> Range:
         is_seen = counts_C > 0
-        values, weights = values_C[is_seen].reshape(1, 1, -1), counts_C[is_seen].float().reshape(1, 1, -1)
+        values = values_C[is_seen].reshape(1, 1, -1)
+        weights = self.weights_of(counts_C[is_seen], values).float().reshape(1, 1, -1)
         extremes = (values.amin().reshape(1), values.amax().reshape(1))
 
         def search(candidates_K2: Tensor) -> tuple[Tensor, Range]:
@@ -163,6 +168,10 @@ class HistogramMSEObserver(HistogramObserver):
                 factors, best = search(candidates_K2)
         return best[0].reshape(()), best[1].reshape(())
 
+    def weights_of(self, counts: Tensor, values: Tensor) -> Tensor:
+        """What the errors of some values weigh, from their counts; fp32 must have room for it."""
+        return counts
+
 
 @Observer.register("balanced_mse")
 class BalancedMSEObserver(HistogramMSEObserver):
@@ -175,3 +184,10 @@ class BalancedMSEObserver(HistogramMSEObserver):
     @override
     def counted(self, observed: Tensor) -> Tensor:
         return count_codes(observed, evening_weights(observed))
+
+    @override
+    def weights_of(self, counts: Tensor, values: Tensor) -> Tensor:
+        # A token of 2 ** -64 of the largest value loses nothing under any scale, but would weigh more than fp32 has
+        # room for, and all others nothing beside it.
+        unit = power_of_two_below(values.abs().amax()).double()
+        return (counts * unit).clamp(max=_FAINTEST)
