@@ -321,3 +321,18 @@ def test_the_range_for_a_scale_never_leaves_fp32():
     for args, point in ((INT8, None), (INT8_AFFINE, torch.tensor([-128.0])), (FP8, None)):
         lo, hi = range_for(largest, point, args)
         assert torch.isfinite(lo).all() and torch.isfinite(hi).all()
+
+
+@pytest.mark.parametrize("shape", [(1000, 400), (600_000, 1), (3, 200_000)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_many_ranges_are_stored_as_few_are(shape, symmetric):
+    """They are computed in pieces, whose ends cannot be seen."""
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=32)
+    lo = torch.randn(shape, generator=torch.Generator().manual_seed(0)).sub_(0.5)
+    hi = lo + 1.5
+    scale, zero_point = stored_qparams(lo, hi, args, dtype=torch.bfloat16)
+    assert scale.dtype == torch.bfloat16 and scale.shape == zero_point.shape == lo.shape
+    for row in (0, len(lo) // 2, len(lo) - 1):
+        expected = stored_qparams(lo[row : row + 1, :1000], hi[row : row + 1, :1000], args, dtype=torch.bfloat16)
+        assert torch.equal(scale[row : row + 1, :1000], expected[0])
+        assert torch.equal(zero_point[row : row + 1, :1000], expected[1])

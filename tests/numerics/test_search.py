@@ -133,7 +133,7 @@ def test_the_search_finds_what_trying_everything_finds(name, norm):
     errors = error_of_everything(x, args, candidates, norm=norm, global_scale=global_scale)
     found = run(x, args, candidates=candidates, norm=norm)
     least = errors.amin(dim=0)
-    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
     torch.testing.assert_close(at_found, least, rtol=1e-5, atol=0)
     torch.testing.assert_close(error_of_found(x, found, args, norm=norm), least, rtol=1e-5, atol=0)
     factors = candidates[found.best_Q]
@@ -150,7 +150,7 @@ def test_the_two_ends_may_have_factors_of_their_own():
     candidates = torch.cartesian_prod(factors, factors)
     errors = error_of_everything(x, INT4_AFFINE, candidates, norm=2.0)
     found = run(x, INT4_AFFINE, candidates=candidates, norm=2.0)
-    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
     torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
     chosen = candidates[found.best_Q]
     assert (chosen[..., 0] != chosen[..., 1]).any()
@@ -193,7 +193,7 @@ def test_candidates_are_judged_by_the_scale_as_it_is_stored(dtype, size):
     stored = run(x, INT4, candidates=candidates, dtype=dtype)
     plain = run(x, INT4, candidates=candidates)
     errors = error_of_everything(x, INT4, candidates, norm=2.4, dtype=dtype)
-    at_stored, at_plain = (errors.gather(0, each.best_Q.unsqueeze(0)).squeeze(0) for each in (stored, plain))
+    at_stored, at_plain = (errors.gather(0, each.best_Q.long().unsqueeze(0)).squeeze(0) for each in (stored, plain))
     torch.testing.assert_close(at_stored, errors.amin(dim=0), rtol=1e-5, atol=0)
     assert (at_plain > at_stored * 1.001).any()
 
@@ -218,7 +218,7 @@ def test_errors_neither_vanish_nor_overflow(absmax):
         assert (found.best_Q > 0).any()
         # In float64 neither happens: powers of 1e37 and of 1e-30 are well inside.
         errors = error_of_everything(x, INT4, candidates, norm=norm)
-        at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+        at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
         assert (at_found <= errors.amin(dim=0) * (1 + 1e-5)).all()
 
 
@@ -231,7 +231,7 @@ def test_weighted_errors_find_what_trying_everything_finds():
     candidates = shrink_candidates(maxshrink=0.6, grid=30)
     errors = error_of_everything(x, INT4, candidates, norm=2.4, weights=weights)
     found = run(x, INT4, candidates=candidates, weights_NQG=weights)
-    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
     torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
     assert (found.best_Q != run(x, INT4, candidates=candidates).best_Q).any()
 
@@ -242,7 +242,7 @@ def test_ranges_of_a_thousandth_are_told_apart():
     candidates = shrink_candidates(maxshrink=1.0, grid=1000)
     errors = error_of_everything(x, INT4, candidates, norm=2.4, weights=weights)
     found = run(x, INT4, candidates=candidates, weights_NQG=weights)
-    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
     torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
     assert (candidates[found.best_Q] < 0.02).all()
 
@@ -377,7 +377,7 @@ def test_candidates_that_pass_over_codes_are_tried_one_by_one(factors):
     candidates = torch.tensor(factors).unsqueeze(1).expand(-1, 2)
     errors = error_of_everything(x, NVFP4, candidates, norm=2.0, global_scale=global_scale_of(x.abs().max()))
     found = run(x, NVFP4, candidates=candidates, norm=2.0)
-    at_found = errors.gather(0, found.best_Q.unsqueeze(0)).squeeze(0)
+    at_found = errors.gather(0, found.best_Q.long().unsqueeze(0)).squeeze(0)
     torch.testing.assert_close(at_found, errors.amin(dim=0), rtol=1e-5, atol=0)
 
 

@@ -123,19 +123,19 @@ def positions_of(
     `weights_NQG` broadcasts against `x_NQG`. Elements that pad a segment are zeros.
     """
     cut = _Cut.of(x_NQG, weights_NQG, block_elements)
-    unit_Q = power_of_two_below(torch.maximum(lo_Q.abs(), hi_Q.abs()))
-    lo, hi, unit = (lo_Q / unit_Q).flatten(), (hi_Q / unit_Q).flatten(), unit_Q.flatten()
-    weight_unit = None if weights_NQG is None else _weight_units(weights_NQG, x_NQG).flatten()
-    step = cut.rows * cut.columns
-    for start in range(0, len(unit), step):
-        part = slice(start, start + step)
-        weight_unit_P = None if weight_unit is None else weight_unit[part]
-        blocks = partial(cut.blocks, start, unit[part], weight_unit_P)
+    lo, hi = lo_Q.flatten(), hi_Q.flatten()
+    weight_unit_AB = None if weights_NQG is None else _weight_units(weights_NQG, x_NQG).reshape(-1, cut.columns)
+    for row in range(0, len(lo) // cut.columns, cut.rows):
+        start = row * cut.columns
+        part = slice(start, start + cut.rows * cut.columns)
+        unit_P = power_of_two_below(torch.maximum(lo[part].abs(), hi[part].abs()))
+        weight_unit_P = None if weight_unit_AB is None else weight_unit_AB[row : row + cut.rows].flatten()
+        blocks = partial(cut.blocks, start, unit_P, weight_unit_P)
         again = partial(iter, tuple(blocks())) if cut.is_whole else blocks
         yield Positions(
-            lo[part],
-            hi[part],
-            unit[part],
+            lo[part] / unit_P,
+            hi[part] / unit_P,
+            unit_P,
             weight_unit_P,
             x_NQG.shape[-1],
             cut.segment,
@@ -227,6 +227,37 @@ class _Cut:
         if padded > elements:
             target[..., elements:].zero_()
         return target.view(rows * columns, observations * padded)
+
+
+class InOrder:
+    """What is found for positions, piece by piece in their order, put together in their shape.
+
+    Nothing but the results is ever as large as all positions together.
+    """
+
+    def __init__(self, lo_Q: Tensor, hi_Q: Tensor) -> None:
+        self._shape = lo_Q.shape
+        self._lo, self._hi = lo_Q.flatten(), hi_Q.flatten()
+        self._done = 0
+        self._whole: tuple[Tensor, ...] = ()
+
+    def next_of(self, count: int) -> tuple[Tensor, Tensor]:
+        """The true ranges of the next positions."""
+        part = slice(self._done, self._done + count)
+        return self._lo[part], self._hi[part]
+
+    def put(self, *found_P: Tensor) -> None:
+        """What was found for the next positions."""
+        self._whole = self._whole or tuple(each.new_empty(len(self._lo)) for each in found_P)
+        part = slice(self._done, self._done + len(found_P[0]))
+        for whole, each_P in zip(self._whole, found_P, strict=True):
+            whole[part] = each_P
+        self._done = part.stop
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """All that was put, of the shape of Q."""
+        assert self._done == len(self._lo)
+        return tuple(each.view(self._shape) for each in self._whole)
 
 
 def power_of_two_below(absmax: Tensor) -> Tensor:

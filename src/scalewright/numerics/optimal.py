@@ -19,7 +19,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from scalewright.numerics.blocks import BLOCK_ELEMENTS, Positions, positions_of
+from scalewright.numerics.blocks import BLOCK_ELEMENTS, InOrder, Positions, positions_of
 from scalewright.numerics.grids import Grid, grid_of
 from scalewright.numerics.judge import Judge
 from scalewright.numerics.ladder import Found, Ladder
@@ -73,18 +73,11 @@ def optimal_range(
         weights_NQG = None
     signed = signed and args.symmetric and search.grid.mantissa_bits is None
     cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
-    found = [search.better_sign(each) if signed else search.best_of(each) for each in cut]
-    scale_Q = torch.cat([each.scale_P for each in found]).reshape(lo_Q.shape)
-    points = [each.point_P for each in found if each.point_P is not None]
-    point_Q = torch.cat(points).reshape(lo_Q.shape) if points else None
-    best_lo_Q, best_hi_Q = range_for(scale_Q.abs(), point_Q, args, global_scale=global_scale)
-    # Min-max's own range is given back as it came: computed from its scale it may be off by the last bit. Nor can the
-    # range of a scale be given that lies beyond fp32.
-    own_scale_Q, own_point_Q = candidate_qparams(lo_Q, hi_Q, args, global_scale=global_scale, dtype=dtype)
-    is_own_Q = (scale_Q == own_scale_Q) | (torch.maximum(-best_lo_Q, best_hi_Q) >= torch.finfo(torch.float32).max)
-    if point_Q is not None and own_point_Q is not None:
-        is_own_Q &= (point_Q == own_point_Q) | (scale_Q != own_scale_Q)
-    return OptimalRange(torch.where(is_own_Q, lo_Q, best_lo_Q), torch.where(is_own_Q, hi_Q, best_hi_Q), scale_Q.sign())
+    ranges = InOrder(lo_Q, hi_Q)
+    for positions in cut:
+        found = search.better_sign(positions) if signed else search.best_of(positions)
+        ranges.put(*search.range_of(found, *ranges.next_of(len(found.scale_P))), found.scale_P.sign())
+    return OptimalRange(*ranges.whole())
 
 
 @dataclass(frozen=True)
@@ -120,6 +113,21 @@ class _Search:
             error_P = search.judge.errors(positions, found.scale_P, found.point_P)
             both.append(replace(found, error_P=error_P, scale_P=self.in_store(found.scale_P * positions.unit_P)))
         return both[0].or_better(replace(both[1], scale_P=-both[1].scale_P))
+
+    def range_of(self, found: Found, lo_P: Tensor, hi_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The range that gives the scale and zero point that were found; `[lo, hi]` are the true ends.
+
+        Min-max's own range is given back as it came: computed from its scale it may be off by the last bit. Nor can the
+        range of a scale be given that lies beyond fp32.
+        """
+        args, global_scale = self.args, self.global_scale
+        scale_P, point_P = found.scale_P, found.point_P
+        best_lo_P, best_hi_P = range_for(scale_P.abs(), point_P, args, global_scale=global_scale)
+        own_scale_P, own_point_P = candidate_qparams(lo_P, hi_P, args, global_scale=global_scale, dtype=self.dtype)
+        is_own_P = (scale_P == own_scale_P) | (torch.maximum(-best_lo_P, best_hi_P) >= torch.finfo(torch.float32).max)
+        if point_P is not None and own_point_P is not None:
+            is_own_P &= (point_P == own_point_P) | (scale_P != own_scale_P)
+        return torch.where(is_own_P, lo_P, best_lo_P), torch.where(is_own_P, hi_P, best_hi_P)
 
     def in_store(self, scale: Tensor) -> Tensor:
         """What is stored for a scale that codes are multiplied with."""

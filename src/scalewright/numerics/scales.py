@@ -62,6 +62,7 @@ class ScaleCodes:
         return torch.where(scale - low <= high - scale, low, high)
 
 
+_AT_A_TIME = 1 << 18  # ranges whose qparams are computed at once
 E4M3_SCALES = ScaleCodes(
     torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7, halved_from=16
 )
@@ -90,7 +91,26 @@ def stored_qparams(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, as they will be stored, of the ranges `[lo, hi]` (fp32, any shape)."""
+    """Scale and zero point, as they will be stored, of the ranges `[lo, hi]` (fp32, any shape).
+
+    Many of them are computed some rows at a time: compressed-tensors takes ten times the memory of what it gives back.
+    """
+    if lo_Q.ndim < 2 or lo_Q.numel() <= _AT_A_TIME:
+        return _stored_qparams(lo_Q, hi_Q, args, global_scale, dtype)
+    rows = max(1, _AT_A_TIME * len(lo_Q) // lo_Q.numel())
+    whole: tuple[Tensor, ...] = ()
+    for start in range(0, len(lo_Q), rows):
+        part = slice(start, start + rows)
+        found = _stored_qparams(lo_Q[part], hi_Q[part], args, global_scale, dtype)
+        whole = whole or tuple(each.new_empty(len(lo_Q), *each.shape[1:]) for each in found)
+        for target, each in zip(whole, found, strict=True):
+            target[part] = each
+    return whole[0], whole[1]
+
+
+def _stored_qparams(
+    lo_Q: Tensor, hi_Q: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     scale, zero_point = calculate_qparams(lo_Q, hi_Q, args, global_scale)
     if not is_finite(scale):
         overflows = ~torch.isfinite(scale)

@@ -14,7 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from scalewright.numerics.blocks import BLOCK_ELEMENTS, Positions, positions_of
+from scalewright.numerics.blocks import BLOCK_ELEMENTS, InOrder, Positions, positions_of
 from scalewright.numerics.charts import error_chart
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.judge import Judge, Judged
@@ -83,11 +83,13 @@ def search_range(
         most_positions = max(1, BLOCK_ELEMENTS // len(candidates_K2))
         block_elements = min(block_elements, most_positions * x_NQG.shape[0] * x_NQG.shape[-1])
     cut = positions_of(x_NQG, lo_Q, hi_Q, weights_NQG=weights_NQG, block_elements=block_elements)
-    found = [search.best_of(positions) for positions in cut]
-    best_Q, num_tried_Q = (torch.cat(column).reshape(lo_Q.shape) for column in zip(*found, strict=True))
-    factors_Q2 = search.candidates_K2[best_Q]
-    lo_Q, hi_Q = _times(lo_Q, factors_Q2[..., 0]), _times(hi_Q, factors_Q2[..., 1])
-    return RangeSearch(lo_Q, hi_Q, best_Q, num_tried_Q)
+    found = InOrder(lo_Q, hi_Q)
+    for positions in cut:
+        best_P, num_tried_P = search.best_of(positions)
+        (lo_P, hi_P), factors_P2 = found.next_of(len(best_P)), search.candidates_K2[best_P]
+        ends = (_times(end_P, factors_P2[:, end]) for end, end_P in enumerate((lo_P, hi_P)))
+        found.put(*ends, best_P.int(), num_tried_P.int())
+    return RangeSearch(*found.whole())
 
 
 @dataclass(frozen=True)
