@@ -533,21 +533,22 @@ def check(module: nn.Module, **given) -> None:
             nn.Linear(40, 96),
             {"scheme": "NVFP4"},
             LayoutError,
-            "a.layer.weight: 40 columns do not divide into groups of 16 (remainder 8). Ignore this layer.",
+            "a.layer.weight: 40 columns do not divide into groups of 16 (remainder 8). Use another scheme "
+            "for this layer, or ignore it.",
         ),
         (
             nn.Linear(192, 96),
             {"scheme": "FP8_BLOCK"},
             LayoutError,
-            "a.layer.weight: 192 columns do not divide into groups of 128 (remainder 64). Use group_size 64, "
-            "or ignore this "
-            "layer.",
+            "a.layer.weight: 192 columns do not divide into blocks of 128 (remainder 64). Use another "
+            "scheme for this layer, or ignore it.",
         ),
         (
             nn.Linear(96, 40),
             {"output_activations": {"num_bits": 8, "group_size": 32, "dynamic": True}},
             LayoutError,
-            "a.layer.output: 40 columns do not divide into groups of 32 (remainder 8). Ignore this layer.",
+            "a.layer.output: 40 columns do not divide into groups of 32 (remainder 8). Use another scheme "
+            "for this layer, or ignore it.",
         ),
         (
             nn.Linear(96, 40),

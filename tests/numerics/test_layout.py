@@ -164,7 +164,9 @@ def test_columns_that_do_not_divide_are_an_error_with_both_numbers_and_a_way_out
 
 
 def test_columns_that_no_group_size_divides_can_only_be_ignored():
-    with pytest.raises(LayoutError, match=re.escape("7 columns do not divide into groups of 4 (remainder 3). Ignore")):
+    with pytest.raises(
+        LayoutError, match=re.escape("7 columns do not divide into groups of 4 (remainder 3). Use another scheme")
+    ):
         flatten_for_calibration(torch.ones(2, 7), "weight", GROUP)
 
 

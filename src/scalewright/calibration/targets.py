@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from scalewright.errors import LayoutError, ModelError, RecipeError, did_you_mean
 from scalewright.modifiers.base import matches, regex_of
 from scalewright.modifiers.quantization import Group, QuantizationModifier
-from scalewright.numerics.layout import check_divides, check_strategy, strategy_of
+from scalewright.numerics.layout import check_divides, check_groups, check_strategy, strategy_of
 
 QUANTIZABLE = (nn.Linear, nn.Embedding)
 _EXACT, _PATTERN, _CLASS = range(3)
@@ -340,9 +340,8 @@ def _check_fits(args: QuantizationArgs, base_name: str, width: int, name: str) -
     try:
         check_strategy(base_name, args)
         if strategy_of(args) == "block":
-            check_divides(width, int(args.block_structure[1]))
-        elif strategy_of(args) in ("group", "tensor_group"):
-            check_divides(width, int(args.group_size))
+            check_divides(width, int(args.block_structure[1]), is_fixed=True, kind="blocks")
+        check_groups(width, base_name, args)
     except LayoutError as error:
         raise error.at(f"{name}.{base_name}") from None
 

@@ -193,15 +193,25 @@ def _into_groups(value: Tensor, group_size: int) -> Tensor:
     return value.reshape(*value.shape[:-1], -1, group_size)
 
 
-def check_divides(columns: int, group_size: int) -> None:
-    """Raise LayoutError unless so many columns make whole groups."""
+def check_groups(columns: int, base_name: str, args: QuantizationArgs) -> None:
+    """Raise LayoutError unless so many columns make whole groups, if the strategy has groups."""
+    if strategy_of(args) in ("group", "tensor_group") and args.group_size is not None:
+        # Short scales come with groups of one size, and users choose those of weights alone.
+        is_fixed = args.scale_dtype is not None or base_name != "weight"
+        check_divides(columns, int(args.group_size), is_fixed=is_fixed)
+
+
+def check_divides(columns: int, group_size: int, *, is_fixed: bool = False, kind: str = "groups") -> None:
+    """Raise LayoutError unless so many columns make whole groups; `is_fixed` if the format knows no others."""
     if columns % group_size == 0:
         return
     fitting = [size for size in (16, 32, 64, 128, 256, 512, 1024) if columns % size == 0]
     nearest = [*[s for s in fitting if s < group_size][-1:], *[s for s in fitting if s > group_size][:1]]
-    use = f"Use group_size {' or '.join(map(str, nearest))}, or ignore this layer" if nearest else "Ignore this layer"
+    use = "Use another scheme for this layer, or ignore it"
+    if nearest and not is_fixed:
+        use = f"Use group_size {' or '.join(map(str, nearest))}, or ignore this layer"
     raise LayoutError(
-        f"{columns} columns do not divide into groups of {group_size} (remainder {columns % group_size}). {use}."
+        f"{columns} columns do not divide into {kind} of {group_size} (remainder {columns % group_size}). {use}."
     )
 
 

@@ -19,7 +19,7 @@ from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, LayoutError, ScalewrightError
 from scalewright.modifiers import IMatrixGatherer
 from scalewright.modifiers.schemes import in_words, scheme_named, wants_values
-from scalewright.numerics.layout import check_divides, check_strategy, strategy_of
+from scalewright.numerics.layout import check_groups, check_strategy, strategy_of
 from scalewright.observers import Observer
 from scalewright.observing.observations import Observations
 from scalewright.observing.records import LayerRecord, Watcher, WeightRecord
@@ -164,8 +164,7 @@ class _Asked:
             return None
         try:
             check_strategy(base_name, args)
-            if strategy_of(args) in ("group", "tensor_group"):
-                check_divides(weight.shape[-1], int(args.group_size))
+            check_groups(weight.shape[-1], base_name, args)
         except LayoutError as error:
             names = self._unfit.setdefault(str(error), [])
             if name not in names:
