@@ -16,7 +16,8 @@ from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
 from scalewright.budget import share_out, solve
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.errors import RecipeError
-from scalewright.sensitivity import LayerGroup, Sensitivity, check_bits, measure_sensitivity
+from scalewright.sensitivity import LayerGroup, Sensitivity, measure_sensitivity
+from scalewright.sensitivity.sizes import check_bits
 
 IDS = torch.randint(0, 96, (6, 24), generator=torch.Generator().manual_seed(1))
 SCHEMES = ("W3A16", "W4A16", "W8A16")

@@ -8,11 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig
 
-from scalewright import oneshot, sensitivity
+from scalewright import oneshot
 from scalewright.errors import DataError, LayoutError, ModelError, RecipeError, StrictError
 from scalewright.modifiers.schemes import scheme_named, scheme_names
 from scalewright.quality import recipe_for
-from scalewright.sensitivity import drawn_tokens, layers_together, measure_sensitivity
+from scalewright.sensitivity import evidence, measure_sensitivity, measuring
+from scalewright.sensitivity.evidence import drawn_tokens
+from scalewright.sensitivity.partners import layers_together
+from scalewright.sensitivity.sizes import candidate_schemes, takes_group_size
 
 IDS = torch.randint(0, 96, (6, 24), generator=torch.Generator().manual_seed(1))
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
@@ -96,7 +99,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     model = llama()
     before = state_of(model)
     tensors = before.pop("tensors")
-    monkeypatch.setattr(sensitivity, "_counted", lambda *_: 1 / 0)
+    monkeypatch.setattr(evidence, "_counted", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measured(model)
     after = state_of(model)
@@ -202,7 +205,7 @@ def test_tokens_that_are_kept_stand_for_all_of_them(share):
 
 def test_keeping_few_of_many_tokens_says_much_the_same(monkeypatch):
     every = measured(llama())
-    monkeypatch.setattr(sensitivity, "_KEPT", 72)  # of 144
+    monkeypatch.setattr(evidence, "_KEPT", 72)  # of 144
     some = measured(llama())
     for group, other in zip(every.groups, some.groups, strict=True):
         assert other.losses["W4A16"] == pytest.approx(group.losses["W4A16"], rel=0.6)
@@ -224,7 +227,7 @@ def bits_in(folder: Path, original: torch.nn.Module) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["W3A16", "W4A16_ASYM", "W4A8", "W8A8", "FP8_DYNAMIC", "NVFP4", "MXFP4A16"])
 def test_bits_are_those_of_the_files(scheme, dtype, tmp_path):
-    size = 32 if sensitivity.takes_group_size(scheme) else None
+    size = 32 if takes_group_size(scheme) else None
     found = measured(llama().to(dtype), schemes=[scheme], group_size=size)
     original = llama().to(dtype)
     oneshot(
@@ -275,14 +278,14 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("given", "expected"), MISTAKES)
 def test_what_cannot_be_is_refused_before_anything_is_run(given, expected, monkeypatch):
-    monkeypatch.setattr(sensitivity, "_Evidence", None)
+    monkeypatch.setattr(measuring, "Evidence", None)
     with pytest.raises(RecipeError) as caught:
         measured(llama(), **given)
     assert str(caught.value) == expected
 
 
 def test_groups_that_do_not_divide_are_refused(monkeypatch):
-    monkeypatch.setattr(sensitivity, "_Evidence", None)
+    monkeypatch.setattr(measuring, "Evidence", None)
     with pytest.raises(LayoutError) as caught:
         measured(llama(), group_size=48)
     assert str(caught.value).startswith(
@@ -318,6 +321,6 @@ def test_notes_are_errors_where_they_should_be():
 
 
 def test_fast_is_measured_as_fast():
-    scheme = sensitivity.candidate_schemes(["W4A16"], quality="fast")["W4A16"]
+    scheme = candidate_schemes(["W4A16"], quality="fast")["W4A16"]
     assert scheme.weights.observer_kwargs == {"importance": "off"}
-    assert sensitivity.candidate_schemes(["W4A16"], quality="best")["W4A16"] == scheme_named("W4A16")
+    assert candidate_schemes(["W4A16"], quality="best")["W4A16"] == scheme_named("W4A16")

@@ -22,7 +22,8 @@ from scalewright.errors import RecipeError
 from scalewright.modifiers import IMatrixGatherer, Modifier
 from scalewright.quality import recipe_for
 from scalewright.recipe import Recipe
-from scalewright.sensitivity import LayerGroup, Sensitivity, check_bits, takes_group_size
+from scalewright.sensitivity import LayerGroup, Sensitivity
+from scalewright.sensitivity.sizes import check_bits, takes_group_size
 
 _SCALE = 1e4  # of the losses in the program: HiGHS is content when it is 1e-6 away from the best
 
