@@ -29,7 +29,7 @@ from scalewright.errors import (
 from scalewright.modifiers.schemes import scheme_named
 from scalewright.numerics.moments import moments_of
 from scalewright.observers import Observer
-from scalewright.observing import Observations
+from scalewright.observing import Observations, merge_files
 from scalewright.observing.files import packed
 from scalewright.observing.records import InputRecord
 
@@ -392,10 +392,17 @@ def test_what_does_not_belong_together_is_not_merged() -> None:
     assert "observations of models by different names were merged: LlamaForCausalLM, mine." in one.merge(renamed).notes
 
 
-def test_averages_merge_by_the_tokens_that_each_side_saw() -> None:
-    one, other = (observe(tiny(), some.tolist(), batch_size=1, observers="minmax") for some in (IDS[:2], IDS[2:]))
-    mine, theirs, both = (each[DOWN].input.choices["minmax"].scale for each in (one, other, one.merge(other)))
-    assert both == pytest.approx(mine / 3 + theirs * 2 / 3, rel=1e-5) and mine != theirs
+@pytest.mark.parametrize("name", ["minmax", "mse"])
+def test_averages_merge_as_if_one_run_had_seen_all_in_turn(name: str, tmp_path: Path) -> None:
+    one, other, whole = (
+        observe(tiny(), iter(some.tolist()), batch_size=1, observers=name, targets=[QUERY, DOWN])  # in this order
+        for some in (IDS[:2], IDS[2:], IDS)
+    )
+    files = [each.save(tmp_path / f"{i}.json") for i, each in enumerate((one, other))]
+    for both in (one.merge(other), merge_files(files)):
+        for layer in (QUERY, DOWN):
+            assert both[layer].input.choices[name].scale == whole[layer].input.choices[name].scale
+    assert other.merge(one)[DOWN].input.choices[name].scale != whole[DOWN].input.choices[name].scale
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

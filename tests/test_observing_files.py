@@ -80,6 +80,42 @@ def test_what_is_written_is_read_back_to_the_last_bit(model: Path, scheme: str, 
     assert packed(both.records) == packed(directly.records) and both[DOWN].tokens == 2 * found[DOWN].tokens
 
 
+def test_an_average_without_what_it_is_merged_by_is_refused(model: Path, tmp_path: Path) -> None:
+    path = observe(model, IDS, observers="minmax", targets=[QUERY]).save(tmp_path / "a.json")
+    content = json.loads(path.read_text())
+    statistics = content["records"]["layers"][QUERY]["observers"]["minmax"]["statistics"]
+    for name in [name for name in statistics if not name.endswith("_vals")]:
+        del statistics[name]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ObservationsError) as caught:
+        Observations.load(path)
+    assert str(caught.value) == (
+        f"{path}: {QUERY}: observer 'minmax' has the statistics min_vals, max_vals, and should have min_vals, "
+        "max_vals, first_min, first_max, added_min, added_max, num_averaged. "
+        "Give a file that `scalewright observe` has written."
+    )
+
+
+def test_an_average_that_does_not_follow_from_its_parts_is_refused(model: Path, tmp_path: Path) -> None:
+    path = observe(model, IDS, observers="minmax", targets=[QUERY]).save(tmp_path / "a.json")
+    content = json.loads(path.read_text())
+    statistics = content["records"]["layers"][QUERY]["observers"]["minmax"]["statistics"]
+    statistics["min_vals"] = statistics["max_vals"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        ObservationsError, match=r"minmax\.min_vals is not what follows from the other statistics\. Give"
+    ):
+        Observations.load(path)
+
+
+def test_an_average_set_by_hand_survives_a_file(model: Path, tmp_path: Path) -> None:
+    found = observe(model, IDS, observers="minmax", targets=[QUERY])
+    observer = found.records[QUERY].observers["minmax"]
+    observer.min_vals, observer.max_vals = torch.tensor([-2.0]), torch.tensor([3.0])
+    again = Observations.load(found.save(tmp_path / "a.json")).records[QUERY].observers["minmax"]
+    assert (again.min_vals.tolist(), again.max_vals.tolist(), int(again.num_averaged)) == ([-2.0], [3.0], 1)
+
+
 def test_a_layer_without_tokens_survives_a_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     mixture = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=1))

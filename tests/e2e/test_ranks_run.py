@@ -110,9 +110,7 @@ CASES = {
     "every observer of inputs": Case(
         lambda: with_each_observer("input_activations", [x for x in OF_ACTIVATIONS if x not in ORDERED], **STATIC)
     ),
-    "averages of inputs": Case(
-        lambda: with_each_observer("input_activations", sorted(ORDERED), **STATIC), is_exact=False
-    ),
+    "averages of inputs": Case(lambda: with_each_observer("input_activations", sorted(ORDERED), **STATIC)),
     "W4A16": Case(lambda: QuantizationModifier(weights=INT4, **HEAD)),
     "NVFP4": Case(lambda: QuantizationModifier(scheme="NVFP4", **HEAD)),
     "kv cache": Case(lambda: QuantizationModifier(scheme="FP8", kv_cache_scheme=KV, **HEAD)),
@@ -240,19 +238,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(name: str, world: int, p
     assert files_of(played[world] / name) == files_of(played[1] / name)
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_averages_depend_on_order_and_little_on_ranks(world: int, played: dict[int, Path]) -> None:
-    one, many = (tensors_of(played[each] / "averages of inputs") for each in (1, world))
-    assert one.keys() == many.keys()
-    averaged = [name for name in one if name.endswith("input_scale")]
-    assert len(averaged) == len(ORDERED)
-    for name, value in one.items():
-        tolerance = 0.25 if name in averaged else 0.0
-        torch.testing.assert_close(many[name], value, rtol=tolerance, atol=0)
+def test_every_average_is_among_what_is_compared(played: dict[int, Path]) -> None:
+    averaged = [name for name in tensors_of(played[1] / "averages of inputs") if name.endswith("input_scale")]
+    assert len(averaged) == len(ORDERED) > 0
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if name != "averages of inputs"])
+@pytest.mark.parametrize("name", CASES)
 def test_codes_of_layers_that_see_the_same_are_the_same(name: str, world: int, played: dict[int, Path]) -> None:
     """The first layers see what they see on one rank; GPTQ's Hessian is added up in another order, and no more."""
     one, many = (tensors_of(played[each] / name) for each in (1, world))

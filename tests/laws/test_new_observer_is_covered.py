@@ -50,7 +50,7 @@ class ChangesArgs(StaticMinMaxObserver):
 @Observer.register("broken_by_order")
 class LastBatchOnly(MemorylessMinMaxObserver):
     def fold(self, before, lo, hi):
-        return lo, hi
+        return {"min_vals": lo, "max_vals": hi}
 
 
 @Observer.register("broken_by_claiming_order")

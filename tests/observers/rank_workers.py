@@ -244,7 +244,7 @@ def play_fused(me: Rank) -> None:
 def play_merge_of_synced(me: Rank) -> None:
     """Two observers that were synced are merged, and the result is synced again."""
     for name, cls in registered_observers().items():
-        if cls.ordered or ("input", "tensor") not in layouts(cls):
+        if ("input", "tensor") not in layouts(cls):
             continue
         first, second = make(name, "input", "tensor"), make(name, "input", "tensor")
         see(first, me.rank)
@@ -333,6 +333,21 @@ def play_uncounted(me: Rank) -> None:
     me.keep("uncounted", "synced", observer)
 
 
+def play_set_after_sync(me: Rank) -> None:
+    """The first rank alone sees one value, or three; after a sync the last rank sets a range by hand."""
+    for num_seen in (1, 3):
+        case, observer = f"set_after_sync/{num_seen}", make("minmax", "input", "tensor")
+        for index in range(num_seen if me.rank == 0 else 0):
+            observer(torch.full((1, 1, HIDDEN), 2.0 + index))
+        observer.sync_activation_stats()
+        me.keep(case, "synced", observer)
+        if me.rank == me.world - 1:
+            observer.min_vals, observer.max_vals = torch.tensor([-50.0]), torch.tensor([50.0])
+        for stage in ("again", "twice"):
+            observer.sync_activation_stats()
+            me.keep(case, stage, observer)
+
+
 def play_subgroup(me: Rank) -> None:
     """The last two ranks sync among themselves, in a group of their own."""
     members = [me.world - 2, me.world - 1]
@@ -349,12 +364,13 @@ def play_subgroup_then_all(me: Rank) -> None:
     """The last two ranks sync among themselves, and all of them afterwards."""
     members = [me.world - 2, me.world - 1]
     group = dist.new_group(members)
-    observer = make("percentile", "input", "tensor")
-    see(observer, me.rank)
-    if me.rank in members:
-        sync_statistics([observer], group)
-    observer.sync_activation_stats()
-    me.keep("subgroup_then_all", "synced", observer)
+    for name in ("percentile", "minmax", "mse"):
+        observer = make(name, "input", "tensor")
+        see(observer, me.rank)
+        if me.rank in members:
+            sync_statistics([observer], group)
+        observer.sync_activation_stats()
+        me.keep(f"subgroup_then_all/{name}", "synced", observer)
 
 
 # ---- ranks that do not agree ---------------------------------------------------------------------------------------
@@ -451,6 +467,7 @@ def scenarios() -> dict[str, Callable[[Rank], None]]:
         "importance": play_importance,
         "shapes": play_shapes,
         "uncounted": play_uncounted,
+        "set_after_sync": play_set_after_sync,
         "whole_numbers": play_whole_numbers,
         "mixed_numbers": play_mixed_numbers,
         "subgroup": play_subgroup,

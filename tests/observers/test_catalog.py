@@ -59,7 +59,11 @@ def test_strategies_are_those_that_the_observer_serves():
 
 def test_merge_rules_and_order_are_told():
     assert row("static_minmax")["merge"] == "min_vals: min, max_vals: max"
-    assert row("minmax")["merge"] == "min_vals: mean, max_vals: mean"
+    assert row("minmax")["merge"] == (
+        "min_vals: derived, max_vals: derived, first_min: first, first_max: first, "
+        "added_min: decayed, added_max: decayed, num_averaged: sum"
+    )
+    assert row("mse")["merge"] == row("minmax")["merge"] + ", true_absmax: max"
     assert "counts: sum" in row("entropy")["merge"]
     assert "_imatrix_sum: sum" in row("imatrix_mse")["merge"]
     assert {name for name in registered_observers() if row(name)["ordered"] == "yes"} >= {"minmax", "mse"}

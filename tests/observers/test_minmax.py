@@ -107,13 +107,33 @@ def test_moving_averages_say_that_they_are_ordered(name):
     assert make(name).ordered
 
 
-def test_two_moving_averages_merge_by_how_many_tokens_each_saw():
-    one, other = make("minmax"), make("minmax")
-    one(torch.full((3, 4), 1.0))  # 3 tokens
-    other(torch.full((1, 4), 5.0))  # 1 token
+def test_two_moving_averages_merge_as_if_one_had_gone_on():
+    one, other = make("minmax", averaging_constant=0.5), make("minmax", averaging_constant=0.5)
+    one(torch.full((3, 4), 1.0))
+    other(torch.full((1, 4), 5.0))
+    other(torch.full((1, 4), 9.0))
     one.merge(other)
-    torch.testing.assert_close(one.max_vals, torch.tensor([2.0]))
-    assert one.num_observed_tokens == 4
+    torch.testing.assert_close(one.max_vals, torch.tensor([6.0]), rtol=0, atol=0)  # 1 -> 3 -> 6
+    assert one.num_observed_tokens == 5 and int(one.num_averaged) == 3
+
+
+def test_a_reset_average_begins_anew():
+    observer = make("minmax", averaging_constant=0.5)
+    observer(torch.full((1, 4), 100.0))
+    observer.reset()
+    assert all(getattr(observer, name) is None for name in observer.merge_rules)
+    observer(torch.full((1, 4), 2.0))
+    observer(torch.full((1, 4), 4.0))
+    assert (observer.max_vals.tolist(), int(observer.num_averaged)) == ([3.0], 2)
+
+
+def test_a_range_set_by_hand_is_what_the_next_value_joins():
+    observer = make("minmax", averaging_constant=0.5)
+    observer(torch.full((1, 4), 100.0))
+    observer.min_vals, observer.max_vals = torch.tensor([-2.0]), torch.tensor([2.0])
+    observer(torch.full((1, 4), 4.0))
+    assert (observer.min_vals.tolist(), observer.max_vals.tolist()) == ([1.0], [3.0])
+    assert int(observer.num_averaged) == 2
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "static_minmax"])

@@ -333,7 +333,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
     @torch.no_grad()
     def merge(self, other: Observer) -> Observer:
-        """Fold what `other` saw into this observer, as if this one had seen both at once; returns self."""
+        """Fold what `other` saw into this observer, as if this one had seen it, too, afterwards; returns self."""
         try:
             self._check_mergeable(other)
             merge_statistics(self, other)
@@ -349,6 +349,17 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """
         sync_statistics([self])
         return []
+
+    def settle(self) -> None:
+        """Called before statistics are merged, synced or stored; a child may bring in line what a user has set."""
+
+    def decay_by(self, statistics: Mapping[str, Tensor]) -> float:
+        """What the values that `statistics` are of leave of "decayed" statistics before them: a share, 1 for all."""
+        return 1.0
+
+    def derived(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The statistics whose rule is "derived", from all others; none, if what they are derived from is not there."""
+        return {}
 
     def statistics_replaced(self, *, unchanged: bool) -> None:
         """Called after a merge or a sync has put statistics in place; what was derived from the old ones is stale.

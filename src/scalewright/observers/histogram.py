@@ -52,7 +52,7 @@ class HistogramObserver(Widening):
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         counts = self.counted(observed)
         self.counts = counts if self.counts is None else self.counts + counts
-        self.min_vals, self.max_vals = self.fold(self.current_range(), *self.range_of(observed))
+        self.take(self.fold(self.so_far(), *self.range_of(observed)))
 
     @override
     def chosen_range(self, global_scale: Tensor | None) -> Range:

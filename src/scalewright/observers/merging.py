@@ -1,8 +1,9 @@
 """How the statistics of two observers, or of many ranks, become one.
 
-Each statistic has a rule. "min" and "max" are exact; "sum" adds counts and sums, exactly for integers; "mean" weighs
-each side by how much it saw, for moving averages, whose order-dependent value has no exact merge. A side whose
-statistics were set by hand, and so were never counted, weighs 1.
+Each statistic has a rule. "min" and "max" are exact; "sum" adds counts and sums, exactly for integers. Three more are
+for sides that follow each other, the left one first, and ranks in their order: "first" keeps what the left side began
+with; "decayed" adds what the right side saw to what is left by then of the left one; "derived" is computed from the
+others. So a moving average of two sides is that of one side that saw all of it in turn.
 
 Ranks may hold different amounts, and some may have seen nothing at all. So shapes are exchanged before values, in
 messages of a fixed size for all observers at once, and a rank that lacks a statistic contributes the rule's neutral
@@ -29,17 +30,20 @@ from scalewright.errors import MergeError
 if TYPE_CHECKING:
     from scalewright.observers.base import Observer
 
-Rule = Literal["min", "max", "sum", "mean"]
+Rule = Literal["min", "max", "sum", "first", "decayed", "derived"]
 
 # R ranks, S statistics of all observers in a row.
 
 _MAX_DIMS = 8
-_NEUTRAL = {"min": torch.inf, "max": -torch.inf, "sum": 0, "mean": 0}
+_NEUTRAL = {"min": torch.inf, "max": -torch.inf, "sum": 0, "first": 0, "decayed": 0}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def merge_statistics(into: Observer, other: Observer) -> None:
-    """Fold the statistics of `other` into `into`, by the rules of their class."""
+    """Fold the statistics of `other` into `into`, by the rules of their class; what `other` saw came later."""
+    into.settle()
+    other.settle()
+    decay = other.decay_by(_statistics(other))
     merged: dict[str, Tensor] = {}
     for name, rule in into.merge_rules.items():
         mine, theirs = _statistic(into, name), _statistic(other, name)
@@ -50,17 +54,20 @@ def merge_statistics(into: Observer, other: Observer) -> None:
                 f"{name} has shape {tuple(mine.shape)} here and {tuple(theirs.shape)} there. "
                 "Merge observers of one and the same tensor."
             )
-        if mine is None:
-            merged[name] = theirs.clone()
-        else:
-            merged[name] = _combine(rule, mine, theirs.to(mine.device), _weight(into), _weight(other))
+        if rule == "derived":
+            continue
+        merged[name] = theirs.clone() if mine is None else _combine(rule, mine, theirs.to(mine.device), decay)
+    if merged:
+        merged |= into.derived({**_statistics(into), **merged})
     unchanged = _is_unchanged(into, merged)
     for name, value in merged.items():
         setattr(into, name, value)
     into.num_observed += other.num_observed
     into._observed_dtype = join_dtypes(into._observed_dtype, other._observed_dtype)
+    decay = other.decay_by(other._synced)
     for name, amount in other._synced.items():
-        into._synced[name] = into._synced[name] + amount if name in into._synced else amount
+        before, rule = into._synced.get(name), into.merge_rules.get(name, "sum")
+        into._synced[name] = amount if before is None else _combine(rule, before, amount.to(before.device), decay)
     into.statistics_replaced(unchanged=unchanged)
 
 
@@ -71,12 +78,11 @@ def join_dtypes(one: torch.dtype | None, other: torch.dtype | None) -> torch.dty
     return one if one == other else torch.float32
 
 
-def _combine(rule: Rule, mine: Tensor, theirs: Tensor, my_weight: int, their_weight: int) -> Tensor:
-    if rule == "sum":
-        return mine + theirs
-    if rule == "mean":
-        share = my_weight / (my_weight + their_weight)
-        return (mine.double() * share + theirs.double() * (1 - share)).float()
+def _combine(rule: Rule, mine: Tensor, theirs: Tensor, decay: float) -> Tensor:
+    if rule == "first":
+        return mine
+    if rule in ("sum", "decayed"):
+        return (mine * decay if rule == "decayed" else mine) + theirs
     mine, theirs = mine.float(), theirs.float()
     return torch.minimum(mine, theirs) if rule == "min" else torch.maximum(mine, theirs)
 
@@ -87,30 +93,39 @@ def sync_statistics(
     *,
     wait: Callable[[dist.Work], object] = lambda work: work.wait(),
 ) -> None:
-    """Leave all ranks with equal statistics: those of one observer that saw what all of them saw.
+    """Leave all ranks with equal statistics: those of one observer that saw what all of them saw, rank after rank.
 
     Every rank of `group` calls this with the same observers in the same order, whether it has seen anything or not.
     Does nothing without a process group, or alone in one. `wait` waits for a collective; it may give up by an error.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    exchange = _Exchange(group, collective_device(group), wait)
+    for each in observers:
+        each.settle()
+    rank, exchange = dist.get_rank(group), _Exchange(group, collective_device(group), wait)
     exchange.check_same_observers(observers)
     if not observers:
         return
     slots = [_Slot(each, name, rule) for each in observers for name, rule in each.merge_rules.items()]
     headers_RSH = exchange.gather([slot.header() for slot in slots])
     for slot, header_RH in zip(slots, headers_RSH.unbind(dim=1), strict=True):
-        slot.agree(header_RH)
+        slot.agree(header_RH, rank)
+    if any(slot.rule == "decayed" for slot in slots):
+        decays_RS = exchange.gather([_decay_by_new(slot.observer) for slot in slots], torch.float64)
+        for slot, decay in zip(slots, decays_RS[rank + 1 :].prod(dim=0).tolist(), strict=True):
+            slot.decay = decay
     totals = _totals(observers, exchange.gather([[each.num_observed, _new_amount(each)] for each in observers]))
     exchange.reduce(slots)
+    for slot in slots:
+        if slot.rule == "derived":
+            slot.merged = slot.observer.derived(_values_of(slot.observer, slots)).get(slot.name)
 
     unchanged = exchange.all_true([_is_unchanged(each, _values_of(each, slots)) for each in observers])
     for slot in slots:
-        slot.put(is_first_rank=dist.get_rank(group) == 0)
+        slot.put(is_first_rank=rank == 0)
     for each, total, is_unchanged in zip(observers, totals, unchanged, strict=True):
         each.num_observed = total
-        if dist.get_rank(group) == 0:
+        if rank == 0:
             each._synced = {}
         else:
             each._synced["num_observed"] = torch.tensor(each.num_observed)
@@ -126,7 +141,9 @@ class _Slot:
     rule: Rule
     shape: tuple[int, ...] | None = None  # None: no rank has it
     is_whole: bool = False  # an exact sum of integers
-    is_double: bool = False  # a sum that is kept in float64
+    is_double: bool = False  # kept in float64
+    is_first: bool = False  # this rank is the first that has it
+    decay: float = 1.0  # what the values that later ranks saw leave of it
     dtype: torch.dtype | None = None  # of the values that were observed
     merged: Tensor | None = None
 
@@ -140,7 +157,7 @@ class _Slot:
         kind = 2 if value.dtype == torch.float64 else int(not value.is_floating_point())
         return [1, kind, dtype, value.ndim, *value.shape, *padding]
 
-    def agree(self, header_RH: Tensor) -> None:
+    def agree(self, header_RH: Tensor, rank: int) -> None:
         """Settle shape and kind from all ranks' headers, or raise MergeError on all of them."""
         there = header_RH[header_RH[:, 0] == 1]
         for seen in header_RH[:, 2].tolist():
@@ -155,37 +172,35 @@ class _Slot:
             )
         self.shape = shapes[0]
         self.is_whole = self.rule == "sum" and bool((there[:, 1] == 1).all())
-        self.is_double = self.rule == "sum" and bool((there[:, 1] == 2).all())
+        self.is_double = self.rule in ("sum", "first", "decayed") and bool((there[:, 1] == 2).all())
+        self.is_first = int(header_RH[:, 0].argmax()) == rank
 
     def bucket(self) -> str:
-        """Which of the collectives carries it."""
-        if self.rule in ("min", "max"):
+        """Which of the collectives carries it; none does what is derived."""
+        if self.rule in ("min", "max", "derived"):
             return self.rule
         return "whole" if self.is_whole else "sum"
 
     def contribution(self) -> Tensor:
-        """What this rank adds, flat; a mean travels as the weighted value and, behind it, the weight."""
+        """What this rank adds, flat."""
         assert self.shape is not None
         dtype = {"min": torch.float32, "max": torch.float32, "whole": torch.int64, "sum": torch.float64}[self.bucket()]
         value = _statistic(self.observer, self.name)
-        if value is None:
-            length = torch.Size(self.shape).numel() + (self.rule == "mean")
-            return torch.full((length,), _NEUTRAL[self.rule], dtype=dtype)
+        if value is None or (self.rule == "first" and not self.is_first):
+            return torch.full((torch.Size(self.shape).numel(),), _NEUTRAL[self.rule], dtype=dtype)
         value = value.detach().cpu().to(dtype).flatten()
-        if self.rule == "sum" and self.name in self.observer._synced:
-            new = value - self.observer._synced[self.name].cpu().to(dtype).flatten()
-            # Sums never shrink by observing: what is less than before was set by hand, and is all new.
-            value = value if bool((new < 0).any()) else new
-        if self.rule == "mean":
-            weight = _new_amount(self.observer) if self.observer.num_observed else 1
-            value = torch.cat([value * weight, torch.tensor([weight], dtype=dtype)])
+        synced = self.observer._synced.get(self.name)
+        if self.rule == "sum":
+            return _new_sum(value, synced)
+        if self.rule == "decayed":
+            if synced is not None:
+                value = value - synced.cpu().to(dtype).flatten() * _decay_by_new(self.observer)
+            return value * self.decay
         return value
 
     def receive(self, reduced: Tensor) -> None:
         """Take what all ranks' contributions became."""
         assert self.shape is not None
-        if self.rule == "mean":
-            reduced = reduced[:-1] / reduced[-1]
         reduced = reduced.clone() if self.is_whole or self.is_double else reduced.float()
         before = _statistic(self.observer, self.name)
         self.merged = reduced.reshape(self.shape).to("cpu" if before is None else before.device)
@@ -196,7 +211,7 @@ class _Slot:
             return
         setattr(self.observer, self.name, self.merged)
         self.observer._observed_dtype = self.dtype
-        if self.rule == "sum" and not is_first_rank:
+        if self.rule in ("sum", "decayed") and not is_first_rank:
             self.observer._synced[self.name] = self.merged.clone()
 
 
@@ -208,9 +223,9 @@ class _Exchange:
     device: torch.device
     wait: Callable[[dist.Work], object]
 
-    def gather(self, mine: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """The same list of whole numbers from every rank, stacked in rank order, on the CPU."""
-        sent = torch.tensor(mine, dtype=torch.int64, device=self.device)
+    def gather(self, mine: Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
+        """The same list of numbers, whole ones as a rule, from every rank, stacked in rank order, on the CPU."""
+        sent = torch.tensor(mine, dtype=dtype, device=self.device)
         everyone = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
         self.wait(dist.all_gather(everyone, sent, group=self.group, async_op=True))
         return torch.stack(everyone).cpu()
@@ -263,8 +278,31 @@ def _statistic(observer: Observer, name: str) -> Tensor | None:
     return None if value is None else torch.as_tensor(value)
 
 
-def _weight(observer: Observer) -> int:
-    return observer.num_observed or 1
+def _statistics(observer: Observer) -> dict[str, Tensor]:
+    """All statistics that are there, by name."""
+    found = {name: _statistic(observer, name) for name in observer.merge_rules}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _new_sum(value: Tensor, synced: Tensor | None) -> Tensor:
+    """What was added to a sum, flat, since it was synced."""
+    if synced is None:
+        return value
+    new = value - synced.to(value).flatten()
+    # Sums never shrink by observing: what is less than before was set by hand, and is all new.
+    return value if bool((new < 0).any()) else new
+
+
+def _decay_by_new(observer: Observer) -> float:
+    """What the values that were seen here since the last sync leave of "decayed" statistics."""
+    if "decayed" not in observer.merge_rules.values():
+        return 1.0
+    new = {
+        name: _new_sum(value.flatten(), observer._synced.get(name))
+        for name, value in _statistics(observer).items()
+        if observer.merge_rules[name] == "sum"
+    }
+    return observer.decay_by(new)
 
 
 def _new_amount(observer: Observer) -> int:

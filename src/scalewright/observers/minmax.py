@@ -15,7 +15,7 @@ class MemorylessMinMaxObserver(Memoryless):
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        self.min_vals, self.max_vals = self.fold(self.current_range(), *self.range_of(observed))
+        self.take(self.fold(self.so_far(), *self.range_of(observed)))
 
 
 @Observer.register("static_minmax")
@@ -34,4 +34,4 @@ class MinMaxObserver(MovingAverage):
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        self.min_vals, self.max_vals = self.fold(self.current_range(), *self.range_of(observed))
+        self.take(self.fold(self.so_far(), *self.range_of(observed)))

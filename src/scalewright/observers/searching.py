@@ -18,6 +18,7 @@ from scalewright.errors import StaleWeightError
 from scalewright.numerics import layout
 from scalewright.numerics.scales import global_scale_of
 from scalewright.observers.base import Observer, Range
+from scalewright.observers.folding import Folded, Folding
 from scalewright.observers.merging import Rule
 
 # Q: qparam positions.
@@ -30,12 +31,12 @@ class _Searched:
     observed: Tensor
     version: int
     weights: Tensor | None
-    before: Range | None
-    results: dict[float, Range]
-    """What was found under each global scale that was asked for."""
+    before: Folded | None
+    results: dict[float, Folded]
+    """What became of it under each global scale that was asked for."""
 
 
-class SearchObserver(Observer):
+class SearchObserver(Folding):
     """An observer that searches each value for its best range, judged by what will be stored.
 
     Under TENSOR_GROUP the scale depends on the global scale, which comes from true maxima, those of fused partners
@@ -59,7 +60,10 @@ class SearchObserver(Observer):
         super().detach(module)
         if self._searched is not None and all(each.has_statistics for each in self._fused_observers):
             if self.has_own_range:
-                self.min_vals, self.max_vals = self._own_range = self.chosen_range(self.get_global_scale())
+                global_scale = self.get_global_scale()
+                assert global_scale is not None
+                self.take(self._under(global_scale, self._searched))
+                self._own_range = (self.min_vals, self.max_vals)
             self._searched = None
 
     @override
@@ -86,10 +90,10 @@ class SearchObserver(Observer):
         global_scale = global_scale_of(absmax.clamp(min=self.foreseen_absmax or 0.0)) if is_grouped else None
         if self.true_absmax is not None and self.remembers:
             absmax = torch.maximum(absmax, torch.as_tensor(self.true_absmax).to(absmax))
-        before = self.current_range()
+        before = self.so_far()
         weights = self.importance_for(observed)
         result = self.fold(before, *self.search(observed, global_scale, weights))
-        self.min_vals, self.max_vals = result
+        self.take(result)
         self.true_absmax = self._own_absmax = absmax
         if global_scale is not None and self.base_name == "weight":
             self._searched = _Searched(observed, _version(observed), weights, before, {_key(global_scale): result})
@@ -100,6 +104,11 @@ class SearchObserver(Observer):
         # Ranges that a user has set are obeyed.
         if searched is None or not self.has_own_range or global_scale is None:
             return super().chosen_range(global_scale)
+        found = self._under(global_scale, searched)
+        return found["min_vals"], found["max_vals"]
+
+    def _under(self, global_scale: Tensor, searched: _Searched) -> Folded:
+        """The statistics with the kept weight under this global scale."""
         if _key(global_scale) not in searched.results:
             if _version(searched.observed) != searched.version:
                 raise StaleWeightError(
@@ -114,11 +123,6 @@ class SearchObserver(Observer):
     @abstractmethod
     def search(self, observed: Tensor, global_scale: Tensor | None, weights: Tensor | None) -> Range:
         """The best range of one value at each qparam position, if it is stored under `global_scale`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def fold(self, before: Range | None, lo_Q: Tensor, hi_Q: Tensor) -> Range:
-        """How a range joins what was seen before: `Memoryless` or `MovingAverage` say so."""
         raise NotImplementedError
 
     def importance_for(self, observed: Tensor) -> Tensor | None:

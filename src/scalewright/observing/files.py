@@ -131,6 +131,7 @@ def _pack_input(record: InputRecord, tensors: dict[str, _StoredTensor]) -> _Stor
 
 
 def _pack_observer(observer: Observer, tensors: dict[str, _StoredTensor]) -> _StoredObserver:
+    observer.settle()
     statistics = {name: getattr(observer, name) for name in observer.merge_rules}
     seen = observer._observed_dtype
     dtype = next((name for name, each in _OBSERVED.items() if each == seen), "float32")
@@ -302,14 +303,22 @@ def _unpack_observer(
         return observer
     observer(torch.zeros(1, width))
     expected = {each: getattr(observer, each) for each in observer.merge_rules}
+    expected = {each: like for each, like in expected.items() if like is not None}
     observer.reset()
-    for each, like in expected.items():
-        if (each in stored.statistics) != (like is not None):
-            raise ObservationsError(f"observer '{name}' has the statistics {', '.join(stored.statistics)}.")
-        if like is not None:
-            setattr(observer, each, table.get(stored.statistics[each], like.dtype, tuple(like.shape), f"{name}.{each}"))
-    if len(stored.statistics) != sum(each is not None for each in expected.values()):
-        raise ObservationsError(f"observer '{name}' has the statistics {', '.join(stored.statistics)}.")
+    if stored.statistics.keys() != expected.keys():
+        raise ObservationsError(
+            f"observer '{name}' has the statistics {', '.join(stored.statistics)}, "
+            f"and should have {', '.join(expected)}."
+        )
+    found = {
+        each: table.get(stored.statistics[each], like.dtype, tuple(like.shape), f"{name}.{each}")
+        for each, like in expected.items()
+    }
+    for each, value in observer.derived(found).items():
+        if not torch.allclose(value, found[each], rtol=1e-6, atol=0):
+            raise ObservationsError(f"{name}.{each} is not what follows from the other statistics.")
+    for each, value in found.items():
+        setattr(observer, each, value)
     observer.num_observed = stored.num_observed
     observer._observed_dtype = None if stored.observed_dtype is None else _OBSERVED[stored.observed_dtype]
     observer.statistics_replaced(unchanged=False)
