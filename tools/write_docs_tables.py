@@ -76,9 +76,11 @@ def _qualities() -> str:
     head = ("model", "scheme", "bits", *(f"`{quality}`" for quality in QUALITIES), "llm-compressor's best recipe")
     peer_version = results["machine"]["peer"]["llmcompressor"]
     days = sorted(row["date"] for row in results["rows"])
+    threads = dict(sorted((row["weights"], row["threads"]) for row in results["rows"]))
+    told = ", ".join(f"{name} with {count} thread{'s' * (count > 1)}" for name, count in threads.items())
     terms = (
-        f"KL divergence from the unquantised model, and seconds of the whole run on {results['machine']['cores']} "
-        f"cores; beside llm-compressor {peer_version}, on the same data. Less is better. Measured {_span(days)}."
+        f"KL divergence from the unquantised model, and seconds of the whole run ({told}); beside llm-compressor "
+        f"{peer_version}, on the same data. Less is better. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
