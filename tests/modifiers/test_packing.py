@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalewright.modifiers.packing import Packer, can_pack, packed, unpacked
+from scalewright.modifiers.packing import FP8Packer, Packer, can_pack, packed, unpacked
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31))
@@ -64,6 +65,27 @@ def test_states_are_theirs(args: dict, columns: int, dtype: torch.dtype) -> None
         assert stored[name].dtype == each.dtype and torch.equal(stored[name], each), name
     read, meant = Packer.decompress(stored, scheme), PackedQuantizationCompressor.decompress(dict(expected), scheme)
     assert set(read) == set(meant) and read["weight"].dtype == dtype and torch.equal(read["weight"], meant["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("args", "shape"),
+    [
+        ({"strategy": "tensor"}, (1,)),
+        ({"strategy": "channel"}, (48, 1)),
+        ({"strategy": "block", "block_structure": [32, 32]}, (2, 3)),
+    ],
+)
+def test_fp8_is_read_as_theirs(args: dict, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = QuantizationArgs(num_bits=8, type="float", **args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    scale = torch.rand(shape, dtype=dtype) / 64 + 0.01
+    stored = FP8Packer.compress({"weight": torch.randn(48, 80, dtype=dtype), "weight_scale": scale}, scheme)
+    assert stored["weight"].dtype == torch.float8_e4m3fn
+    read, meant = FP8Packer.decompress(stored, scheme), FloatQuantizationCompressor.decompress(dict(stored), scheme)
+    assert set(read) == set(meant) and read["weight"].dtype == dtype and torch.equal(read["weight"], meant["weight"])
+    assert stored["weight"].dtype == torch.float8_e4m3fn, "what is stored was changed"
 
 
 def test_what_is_not_ours_to_pack() -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
 
 from scalewright.errors import LayoutError
-from scalewright.numerics.grids import E2M1, E2M3, E4M3, Grid, grid_of
+from scalewright.numerics.grids import E2M1, E2M3, E4M3, Grid, grid_of, numbers_of_e4m3
 
 INT4 = Grid("int4", -8, 7)
 GRIDS = [Grid("int2", -2, 1), INT4, Grid("int8", -128, 127), E2M1, E2M3, E4M3]
@@ -131,3 +132,30 @@ def test_rounding_into_another_tensor_leaves_the_values_alone(grid):
     assert grid.round_into(x, out, scratch) is out
     torch.testing.assert_close(x, before, rtol=0, atol=0)
     torch.testing.assert_close(out, grid.round_(x), rtol=0, atol=0)
+
+
+def e4m3_codes() -> Tensor:
+    """All of them."""
+    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def test_codes_of_e4m3_are_read_as_torch_reads_them() -> None:
+    numbers = e4m3_codes()[~e4m3_codes().float().isnan()]
+    found, expected = numbers_of_e4m3(numbers), numbers.float()
+    assert len(found) == 254
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))  # the sign of zero, too
+    assert torch.equal(numbers_of_e4m3(numbers.reshape(2, -1)[:, ::2]), expected.reshape(2, -1)[:, ::2])
+
+
+def test_nan_of_e4m3_stays_nan() -> None:
+    torch.testing.assert_close(numbers_of_e4m3(e4m3_codes()), e4m3_codes().float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_subnormal_codes_of_e4m3_are_read_where_torch_has_no_subnormals() -> None:
+    codes = torch.tensor([1, 7, 0x81], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot do without subnormals")
+    try:
+        assert numbers_of_e4m3(codes).tolist() == [2.0**-9, 7 * 2.0**-9, -(2.0**-9)]
+    finally:
+        torch.set_flush_denormal(False)

@@ -19,7 +19,7 @@ from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.shards import TensorAt
 from scalewright.checkpoint.structure import Layer
 from scalewright.modifiers.storing import read_back
-from scalewright.numerics.grids import grid_of
+from scalewright.numerics.grids import grid_of, numbers_of_e4m3
 from scalewright.numerics.layout import strategy_of
 from scalewright.numerics.measure import Noise
 
@@ -63,7 +63,7 @@ def check_finite(where: str, at: TensorAt, *, infinite_too: bool = True) -> Iter
         return
     num_nan = num_inf = 0
     for each in pieces(at):
-        piece = each.float() if DTYPES[at.dtype].itemsize == 1 else each  # torch adds up no float8
+        piece = _summable(each)
         if not bool(torch.isfinite(piece.sum(dtype=torch.float32))):  # a sum is quick, and may overflow
             num_nan += int(torch.isnan(piece).sum())
             num_inf += int(torch.isinf(piece).sum())
@@ -71,6 +71,13 @@ def check_finite(where: str, at: TensorAt, *, infinite_too: bool = True) -> Iter
         yield Problem(where, f"{num_nan} of {math.prod(at.shape)} values {_are(num_nan)} NaN.")
     if num_inf and infinite_too:
         yield Problem(where, f"{num_inf} of {math.prod(at.shape)} values {_are(num_inf)} infinite.")
+
+
+def _summable(piece: Tensor) -> Tensor:
+    """The piece in a dtype that torch adds up, which no float8 is."""
+    if piece.dtype == torch.float8_e4m3fn:
+        return numbers_of_e4m3(piece)
+    return piece.float() if piece.element_size() == 1 else piece
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
-from scalewright.numerics.grids import E2M1
+from scalewright.numerics.grids import E2M1, numbers_of_e4m3
 
 _REGISTRY = "compressed_tensors.utils.impl_backend"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +74,11 @@ def codes_in_place(
     if args.type == QuantizationType.INT:
         return codes.round_() if dtype is None else codes.round_().to(dtype)
     rounded = codes.to(torch.float8_e4m3fn)
-    return rounded if dtype == torch.float8_e4m3fn else rounded.to(codes.dtype if dtype is None else dtype)
+    return (
+        rounded
+        if dtype == torch.float8_e4m3fn
+        else numbers_of_e4m3(rounded).to(codes.dtype if dtype is None else dtype)
+    )
 
 
 def rounded_to_fp4(x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Integers: a row is a stream of bits: code i, made unsigned, stands in bits `i * num_bits` to `(i + 1) * num_bits - 1`,
 the lowest first. Eight codes, a byte each, are read as one number of 64 bits, in which neighbours then move together:
 first pairs of bytes, then pairs of these, then the two halves. Unpacking goes the other way. Numbers of e2m1, two to a
-byte, are looked up by their byte. What this cannot do (other devices, rows that do not end with a word) goes the way of
-compressed-tensors.
+byte, are looked up by their byte; those of e4m3 are computed from their bits. What this cannot do (other devices, rows
+that do not end with a word) goes the way of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from functools import cache
 
 import torch
 from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCompressor
+from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from torch import Tensor, nn
+
+from scalewright.numerics.grids import numbers_of_e4m3
 
 _LOWER_HALVES = {8: 0x00FF00FF00FF00FF, 16: 0x0000FFFF0000FFFF, 32: 0x00000000FFFFFFFF}
 """By the width of a lane: a mask of every other one, from the lowest on."""
@@ -88,6 +91,19 @@ class NVFP4Packer(NVFP4PackedCompressor):  # type: ignore[misc]  # untyped
 
 class MXFP4Packer(NVFP4Packer, MXFP4PackedCompressor):  # type: ignore[misc]  # untyped
     """What compressed-tensors does with MXFP4 weights."""
+
+
+class FP8Packer(FloatQuantizationCompressor):  # type: ignore[misc]  # untyped
+    """What compressed-tensors does with FP8 weights."""
+
+    @classmethod
+    def decompress(cls, state_dict: dict[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
+        """What a loader makes of stored tensors."""
+        codes = state_dict["weight"]
+        if codes.dtype == torch.float8_e4m3fn and _is_here(codes):
+            state_dict = {**state_dict, "weight": numbers_of_e4m3(codes)}
+        found: dict[str, Tensor] = super().decompress(state_dict, scheme)
+        return found
 
 
 def can_pack(values: Tensor) -> bool:

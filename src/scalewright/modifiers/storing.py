@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from scalewright.modifiers import backends
-from scalewright.modifiers.packing import MXFP4Packer, NVFP4Packer, Packer
+from scalewright.modifiers.packing import FP8Packer, MXFP4Packer, NVFP4Packer, Packer
 from scalewright.numerics.layout import strategy_of
 
 backends.register()
@@ -27,6 +27,7 @@ _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _SHAPE = "weight_shape"
 _QUICK = {
     CompressionFormat.pack_quantized: Packer,
+    CompressionFormat.float_quantized: FP8Packer,
     CompressionFormat.nvfp4_pack_quantized: NVFP4Packer,
     CompressionFormat.mxfp4_pack_quantized: MXFP4Packer,
 }
