@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 HIDDEN, WIDE, VOCABULARY, HEADS = 2048, 5632, 32000, 16
 _DTYPE = torch.bfloat16
@@ -43,7 +44,16 @@ def write_model(num_layers: int, folder: Path) -> int:
         total += sum(each.nbytes for each in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    write_tokenizer(VOCABULARY, folder)
     return total
+
+
+def write_tokenizer(num_words: int, folder: Path) -> None:
+    """Write a tokenizer of made-up words: the peer asks for one, also where it is given token ids."""
+    words = {f"t{i}": i for i in range(num_words)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
+    tokenizer.pad_token = "t0"
+    tokenizer.save_pretrained(folder)
 
 
 def _outside(generator: torch.Generator) -> dict[str, Tensor]:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench import tables
 from bench.cases import MODEL
+from bench.memory_model import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = MODEL.parents[1] / "data"
@@ -120,10 +120,7 @@ def subjects(folder: Path) -> Iterator[Subject]:
     )
     random_model = folder / "random"
     LlamaForCausalLM(config).save_pretrained(random_model)
-    words = {f"t{i}": i for i in range(config.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
-    tokenizer.pad_token = "t0"
-    tokenizer.save_pretrained(random_model)
+    write_tokenizer(config.vocab_size, random_model)
     yield Subject("6 layers of 1024", random_model, 128, torch.randint(config.vocab_size, (NUM_SAMPLES, LENGTH)))
     if MODEL.is_dir() and DATA.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
