@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -416,20 +417,34 @@ def test_a_place_that_is_taken_stops_all_ranks(tmp_path: Path) -> None:
 # ---- torchrun --------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_quantises_and_speaks_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_quantises_and_speaks_once(nodes: int, tmp_path: Path) -> None:
     model_of("llama").save_pretrained(tmp_path / "model")
     samples = [json.dumps({"input_ids": each}) for each in tokens(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(samples), encoding="utf-8")
     common = ["quantize", str(tmp_path / "model"), "--scheme", "W8A8", "--data", str(tmp_path / "data.jsonl")]
     common += ["--batch-size", "2", "--samples", "8", "--json", "--rank-timeout", "60"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    setting = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*torchrun, "-m", "scalewright", *common, "--out", str(tmp_path / "two")]
-    ended = subprocess.run(command, capture_output=True, text=True, env=setting, timeout=SECONDS_AT_MOST, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["out"] == str(tmp_path / "two")
+    port = free_port()
+    started = []
+    for node in range(nodes):
+        where = ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(2 // nodes)]
+        setting = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [*torchrun, "-m", "scalewright", *common, "--out", str(tmp_path / "two")]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=setting, **pipes))
+    said = [each.communicate(timeout=SECONDS_AT_MOST) for each in started]
+    assert [each.returncode for each in started] == [0] * nodes, said
+    assert json.loads(said[0][0])["out"] == str(tmp_path / "two")
+    assert "".join(out for out, _ in said[1:]) == ""
     assert run_ranks(1, quantise_by_command, common, str(tmp_path / "one")) == [0]
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 def quantise_by_command(arguments: list[str], out: str, rank: int) -> None:
