@@ -348,3 +348,16 @@ def test_nothing_is_corrected_where_nothing_was_lost_or_no_share_is_asked_for():
     found = factor(hessian_of(given_TC), damping=0.01, is_ordered=True)
     assert torch.equal(corrected(weight_CR, cross_of(x_TC, given_TC), found, share=0.0), weight_CR)
     assert torch.equal(corrected(weight_CR, cross_of(given_TC, given_TC), found, share=1.0), weight_CR)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_corrected_weight_makes_up_for_what_its_output_is_added_to(is_ordered):
+    x_TC, given_TC = streams()
+    weight_CR = problem(rows=10, columns=48, group_size=16)[0]
+    generator = torch.Generator().manual_seed(8)
+    lost_TR = given_TC @ torch.randn(48, 10, generator=generator) + torch.randn(len(x_TC), 10, generator=generator)
+    found = factor(hessian_of(given_TC), damping=1e-7, is_ordered=is_ordered)
+    corrected_CR = corrected(weight_CR, cross_of(x_TC, given_TC), found, share=1.0, beside_CR=given_TC.T @ lost_TR)
+    wanted = x_TC.double() @ weight_CR.double() + lost_TR.double()
+    expected = torch.linalg.lstsq(given_TC.double(), wanted).solution
+    torch.testing.assert_close(corrected_CR.double(), expected, rtol=2e-3, atol=5e-3)

@@ -345,7 +345,7 @@ class Ranks:
             return
         mine = [layer.inputs for layer, _ in layers]
         firsts = [-1 if each is None else next(i for i, other in enumerate(mine) if other is each) for each in mine]
-        told = [[first, *([0] * 5 if each is None else each.told())] for first, each in zip(firsts, mine, strict=True)]
+        told = [[first, *([0] * 6 if each is None else each.told())] for first, each in zip(firsts, mine, strict=True)]
         everyone = self.gather(told)
         kinds: dict[tuple[int, ...], list[int]] = {}
         for number in range(len(layers)):

@@ -37,6 +37,7 @@ from scalewright.calibration.steps import (
     steps_of,
     units_of,
 )
+from scalewright.calibration.streams import Streams
 from scalewright.calibration.taps import Masks, Tap, first_tensor, tapped
 from scalewright.errors import DataError, RecipeError, ScalewrightError, did_you_mean
 from scalewright.modifiers.layers import QuantizedLayer, WatchedLayer
@@ -126,6 +127,7 @@ class Calibration:
         self.batches = self.batches[own]
         self._masks = Masks(self.model, self.batches)
         self._gallery = Gallery()
+        self._streams = Streams(self.model)
         self._is_unquantised = False
         # What a rank shows stands for what all of them do.
         times = sum(num_tokens) / max(1, sum(num_tokens[own]))
@@ -293,8 +295,9 @@ class Calibration:
             done[unit.name] = self._calibrated(unit, lockstep, batches, passes=len(whole), is_last=not left)
             # Batches that went another way are done, too.
             self._num_shown = sum(each.share for each in units.values()) * sum(self._tokens)
+            self._streams.forget(unit.layers)
 
-        with lockstep.running():
+        with lockstep.running(), self._streams.running():
             for name, batches in lockstep.steps():
                 unit, waiting = left.pop(name, None), batches
                 if name in modules:  # a block, and no step of one
@@ -307,6 +310,7 @@ class Calibration:
                         _note_again(name, units[name].layers, done[name], is_made_up_for=streams > 1)
                 elif steps:
                     lockstep.pause_within(name, {step.name: step.module for step in steps})
+                    self._streams.watch(layer for step in steps for layer in step.layers)
                     left = {step.name: step for step in steps} | left
                 else:
                     calibrated(unit, batches)
@@ -373,7 +377,7 @@ class Calibration:
         for layer in unit.layers:
             mask = partial(self._masks.of, value, layer.module, "input")
             for _, see in layer.sees_unquantised() if self._is_unquantised else layer.sees():
-                see(self._gallery.show(value, mask))
+                see(self._gallery.show(value, mask, beside=self._streams.of(layer, batch)))
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -416,7 +420,11 @@ class Calibration:
     def _lockstep(self, modules: Mapping[str, nn.Module], forward: Callable[[int], Any], count: int) -> LockStep:
         room = self.waiting_room
         leaving = {} if room is None else {"leaving": room.take}
-        return LockStep(modules, forward, count, entering=self._masks.enter, agree=self.ranks.earliest, **leaving)
+        return LockStep(modules, forward, count, entering=self._enter, agree=self.ranks.earliest, **leaving)
+
+    def _enter(self, number: int) -> None:
+        self._masks.enter(number)
+        self._streams.enter(number)
 
     def _give_up(self) -> None:
         if self.weights is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import UnfusedExperts
+from scalewright.calibration.streams import NotedStreams
 from scalewright.calibration.taps import first_tensor
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.numerics.layout import strategy_of
@@ -69,7 +70,8 @@ def steps_of(model: nn.Module, unit: Unit, rehearse: Callable[[], object]) -> li
         return []
     if not all(layer.is_seen_by_its_input for layer in unit.layers):
         return []
-    with _noting_inputs(unit.layers) as calls:
+    noted = NotedStreams()
+    with _noting_inputs(unit.layers) as calls, noted.noting(unit.module, unit.layers):
         rehearse()
     names = {layer.name for layer in unit.layers}
     bonds = [bond for bond in _bonds(model, names) if is_within(bond, unit.name)]
@@ -79,6 +81,9 @@ def steps_of(model: nn.Module, unit: Unit, rehearse: Callable[[], object]) -> li
         layer.is_called_again = counts[layer.name] > 1
     if any(layer.is_called_again for layer in unit.layers):
         return []
+    for layer in unit.layers:
+        within = noted.module_of(layer)
+        layer.stream = None if within is None else f"{unit.name}.{within}".rstrip(".")
     steps = _by_input(model, unit, calls, torn)
     # Layers that share a scale and not their input cannot be taken one after the other.
     torn += [bond for bond in bonds if bond not in torn and _is_torn(bond, steps)]
@@ -94,6 +99,7 @@ def steps_in_words(unit: Unit, steps: Sequence[Unit]) -> StepsInWords:
     """What `steps_of` has found out of a unit."""
     return {
         "again": [layer.name for layer in unit.layers if layer.is_called_again],
+        "streams": {layer.name: layer.stream for layer in unit.layers if layer.stream is not None},
         "steps": [[step.name, [layer.name for layer in step.layers], step.step_of is not None] for step in steps],
     }
 
@@ -103,6 +109,7 @@ def steps_from_words(model: nn.Module, unit: Unit, words: StepsInWords) -> list[
     layers = {layer.name: layer for layer in unit.layers}
     for layer in unit.layers:
         layer.is_called_again = layer.name in words["again"]
+        layer.stream = words["streams"].get(layer.name)
     return [
         Unit(
             name,

@@ -34,27 +34,35 @@ class Hessian:
 
     Where it is known what they should have been shown, x', the sum of x (x' - x)T, too. It is lost, `cross_CC` is None,
     if this is not known of an input, or is of another number of tokens: then tokens go their own ways in both streams,
-    as those of experts do, and nobody knows which belong together.
+    as those of experts do, and nobody knows which belong together. Where it is known of a layer what its output, of
+    `rows`, is added to, r, and should have been, r', there is the sum of x (r' - r)T, `beside_CR`, which is lost alike.
     """
 
-    def __init__(self, columns: int, device: torch.device, *, with_cross: bool) -> None:
+    def __init__(self, columns: int, device: torch.device, *, with_cross: bool, rows: int = 0) -> None:
         self.num_tokens = 0
         self.num_shown = 0
         self.is_of_all_ranks = False
         """Whether it is the sum of those of all ranks. Layers that come later may share it."""
         self.cross_CC = torch.zeros(columns, columns, device=device) if with_cross else None
+        self.beside_CR = torch.zeros(columns, rows, device=device) if rows else None
         self._sum_CC = torch.zeros(columns, columns, device=device)
         self._is_symmetric = True
         self._factors: dict[tuple[float, bool], Factor] = {}
 
-    def add(self, shown: Shown, unquantised: Tensor | None) -> None:
-        """Add the tokens that count."""
+    def add(self, shown: Shown, unquantised: Tensor | None, beside: Tensor | None = None) -> None:
+        """Add the tokens that count; `unquantised` and `beside` are x' and r'."""
         x_TC = _tokens(shown)
         add_outer_(self._sum_CC, x_TC)
         if unquantised is None or unquantised.shape != x_TC.shape:
             self.cross_CC = None
         elif self.cross_CC is not None:
             add_outer_(self.cross_CC, x_TC, unquantised - x_TC)
+        if self.beside_CR is not None:
+            lost_TR = None if beside is None or shown.beside is None else _lost(beside, _counting(shown.beside, shown))
+            if lost_TR is None or lost_TR.shape != (len(x_TC), self.beside_CR.shape[1]):
+                self.beside_CR = None
+            else:
+                add_outer_(self.beside_CR, x_TC, lost_TR)
         self._is_symmetric = False
         self._factors.clear()
         self.num_tokens += len(x_TC)
@@ -70,16 +78,17 @@ class Hessian:
 
     def told(self) -> list[int]:
         """What other ranks must know of it."""
-        has_cross = self.cross_CC is not None
-        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(has_cross), int(self.is_of_all_ranks)]
+        has_cross, rows = self.cross_CC is not None, 0 if self.beside_CR is None else self.beside_CR.shape[1]
+        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(has_cross), rows, int(self.is_of_all_ranks)]
 
     @classmethod
     def merged(cls, own: Hessian | None, told: Sequence[Sequence[int]], device: torch.device) -> Hessian:
         """That of the ranks which have `told` of theirs, once all `strips` of it are added up. `own` becomes it."""
-        has_cross = all(each[3] for each in told)
-        merged = own if own is not None else cls(told[0][0], device, with_cross=has_cross)
+        has_cross, rows = all(each[3] for each in told), min(each[4] for each in told)
+        merged = own if own is not None else cls(told[0][0], device, with_cross=has_cross, rows=rows)
         merged.num_tokens, merged.num_shown = sum(each[1] for each in told), sum(each[2] for each in told)
         merged.cross_CC = merged.cross_CC if has_cross else None
+        merged.beside_CR = merged.beside_CR if rows else None
         merged._is_symmetric = False
         merged.is_of_all_ranks = True
         return merged
@@ -87,15 +96,17 @@ class Hessian:
     def copy_matrices(self, other: Hessian) -> None:
         """Take over the matrices of another."""
         self._sum_CC.copy_(other._sum_CC)
-        if self.cross_CC is not None and other.cross_CC is not None:
-            self.cross_CC.copy_(other.cross_CC)
+        for own, its in ((self.cross_CC, other.cross_CC), (self.beside_CR, other.beside_CR)):
+            if own is not None and its is not None:
+                own.copy_(its)
 
     def strips(self, rows: int) -> Iterator[Tensor]:
         """Its matrices in pieces of some rows, without the part that is a mirror."""
         for start in range(0, len(self._sum_CC), rows):
             yield self._sum_CC[start : start + rows, start:]
-        if self.cross_CC is not None:
-            yield from torch.split(self.cross_CC, rows)
+        for each in (self.cross_CC, self.beside_CR):
+            if each is not None:
+                yield from torch.split(each, rows)
 
     def factor(self, rounding: Rounding) -> Factor:
         """Its factor, computed once."""
@@ -118,7 +129,7 @@ class GPTQLayer(WatchedLayer):
     def _forget(self) -> None:
         self._hessian: Hessian | None = None
         self._num_shown = 0
-        self._unquantised: deque[Tensor] = deque()
+        self._unquantised: deque[tuple[Tensor, Tensor | None]] = deque()
         self._has_unmatched = False
         self.shared_rounding: SharedRounding | None = None
         """Does what `round_rows` does, with others."""
@@ -152,18 +163,21 @@ class GPTQLayer(WatchedLayer):
         yield "input", self._add
 
     def _keep_unquantised(self, shown: Shown) -> None:
-        self._unquantised.append(_tokens(shown).clone())  # what follows may change it in place
+        beside = None if shown.beside is None else _counting(shown.beside, shown).clone()
+        self._unquantised.append((_tokens(shown).clone(), beside))  # what follows may change them in place
 
     def _add(self, shown: Shown) -> None:
         if self._hessian is None:
             columns, device = shown.value.shape[-1], shown.value.device
-            owner = self.name if self.is_called_again else None  # what it is given later is not for others to see
+            rows = len(self.weight) if self.wants_unquantised and self.stream is not None else 0
+            # What it is given later, and what its output is added to, is not for others to see.
+            owner = self.name if self.is_called_again or rows else None
             self._hessian = shown.once(
                 ("hessian", self.wants_unquantised, owner),
-                lambda: Hessian(columns, device, with_cross=self.wants_unquantised),
+                lambda: Hessian(columns, device, with_cross=self.wants_unquantised, rows=rows),
             )
-        hessian, unquantised = self._hessian, self._unquantised.popleft() if self._unquantised else None
-        shown.once(("added", hessian), lambda: hessian.add(shown, unquantised))
+        hessian, unquantised = self._hessian, self._unquantised.popleft() if self._unquantised else (None, None)
+        shown.once(("added", hessian), lambda: hessian.add(shown, *unquantised))
         self._num_shown += 1
 
     # ---- on several ranks --------------------------------------------------------------------------------------------
@@ -204,8 +218,9 @@ class GPTQLayer(WatchedLayer):
             found, cross_CC = self._factor(), self._cross
             if found is not None and cross_CC is not None:
                 weight_CR = self._target.float().T.contiguous()
-                share = self.rounding.correction
-                self._target = corrected(weight_CR, cross_CC, found, share=share).T.contiguous()
+                share, beside_CR = self.rounding.correction, None if self._hessian is None else self._hessian.beside_CR
+                target_CR = corrected(weight_CR, cross_CC, found, share=share, beside_CR=beside_CR)
+                self._target = target_CR.T.contiguous()
         return self._target
 
     @property
@@ -329,5 +344,13 @@ def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor]
 
 def _tokens(shown: Shown) -> Tensor:
     """The tokens that count, [T, C]."""
-    x = shown.value
+    return _counting(shown.value, shown)
+
+
+def _counting(x: Tensor, shown: Shown) -> Tensor:
+    """Those of a tensor of the same tokens as are shown."""
     return (x.reshape(-1, x.shape[-1]) if shown.mask is None else x[shown.mask.bool()]).float()
+
+
+def _lost(should_TR: Tensor, is_TR: Tensor) -> Tensor | None:
+    return should_TR - is_TR if should_TR.shape == is_TR.shape else None

@@ -90,6 +90,8 @@ class WatchedLayer:
         """Whether its weight becomes what will be read back. Where nobody will look at it, that is time lost."""
         self.is_called_again = False
         """Whether it is known that a pass comes to it more than once."""
+        self.stream: str | None = None
+        """The name of the module whose input is what the output is added to, where that is known."""
         self.chosen_tokens: Callable[[], Tensor | None] = lambda: None
         """Which of the tokens that it is shown just now have chosen it; None for all of them."""
         self._sample: list[Tensor] = []

@@ -25,6 +25,8 @@ class Shown:
     value: Tensor
     mask: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    beside: Tensor | None = None
+    """What the output of the layer that it is shown to will be added to, if that is known."""
 
     def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """What `compute` makes of the tensor, computed for the first who asks. It must not keep the tensor itself."""
@@ -83,11 +85,11 @@ class Gallery:
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
 
-    def show(self, value: Tensor, mask: Callable[[], Tensor | None]) -> Shown:
+    def show(self, value: Tensor, mask: Callable[[], Tensor | None], *, beside: Tensor | None = None) -> Shown:
         """The tensor with what is known of it; `mask` is asked when it is new."""
         if value.is_inference():  # nobody counts their changes
-            return Shown(value, mask())
+            return Shown(value, mask(), beside=beside)
         found = self._known.get(value)
         if found is None or found.version != value._version:
             found = self._known[value] = _Known(value._version, mask())
-        return Shown(value, found.mask, found.known)
+        return Shown(value, found.mask, found.known, beside)

@@ -130,14 +130,19 @@ def refit(
     return rounded_CR, replace(book, scale_GR=scale_GR)
 
 
-def corrected(weight_CR: Tensor, cross_CC: Tensor, factor: Factor, *, share: float) -> Tensor:
-    """The weight that makes up for what its inputs have lost: W + share * (H + damping)^-1 D W.
+def corrected(
+    weight_CR: Tensor, cross_CC: Tensor, factor: Factor, *, share: float, beside_CR: Tensor | None = None
+) -> Tensor:
+    """The weight that makes up for what its inputs have lost: W + share * (H + damping)^-1 (D W + B).
 
     D is the sum of x_q (x - x_q)T, with x what the layer should be given and x_q what it is given, and H that of
-    x_q x_qT. With a share of 1, its output is as near to that of the weight under x as it can be.
+    x_q x_qT. B is the sum of x_q (r - r_q)T, where the output is added to r_q, and should be to r; None if it is added
+    to nothing that is known. With a share of 1, what the layer gives (and what becomes of the stream) is as near to
+    what it should be as it can be.
     """
     order_C = torch.arange(len(weight_CR), device=weight_CR.device) if factor.order_C is None else factor.order_C
-    pull_CR = (cross_CC @ weight_CR)[order_C]
+    pull_CR = cross_CC @ weight_CR if beside_CR is None else torch.addmm(beside_CR, cross_CC, weight_CR)
+    pull_CR = pull_CR[order_C]
     half_CR = torch.linalg.solve_triangular(factor.upper_CC, pull_CR, upper=True)
     whole_CR = torch.linalg.solve_triangular(factor.upper_CC.T, half_CR, upper=False)
     result_CR = weight_CR.clone()
