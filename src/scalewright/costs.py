@@ -122,11 +122,17 @@ def _largest_together(plan: Plan) -> int:
 
 
 def _rounding_bytes(layer: GPTQLayer, run: Run) -> float:
-    """What GPTQ has in memory for a layer: its Hessian and what becomes of it, and the weight some times over."""
-    columns = layer.weight.shape[-1]
-    matrices = 1 + _FACTOR + (1 if layer.wants_unquantised else 0)
-    kept = 4.0 * run.batch_tokens * columns * (2 if layer.wants_unquantised else 1)
-    return 4.0 * matrices * columns**2 + _ROUNDING * layer.weight.numel() + kept
+    """What GPTQ has in memory for a layer: its Hessian and what becomes of it, and the weight some times over.
+
+    Whether a layer's output is added to a stream shows only when it is run; those with most inputs mostly are.
+    """
+    rows, columns = layer.weight.shape
+    kept = 4.0 * run.batch_tokens * columns
+    if not layer.wants_unquantised:
+        return 4.0 * (1 + _FACTOR) * columns**2 + _ROUNDING * layer.weight.numel() + kept
+    sums = 4.0 * columns * (columns + rows)
+    streams = 4.0 * run.batch_tokens * (columns + 2 * rows)
+    return 4.0 * (1 + _FACTOR) * columns**2 + _ROUNDING * layer.weight.numel() + kept + sums + streams
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_pipelines import Forking, Wandering, attention_layers, forking, scheme_of, watch
@@ -76,6 +79,27 @@ def test_what_is_given_up_was_not_needed(name, pipeline, tmp_path):
         assert a.entries.keys() == b.entries.keys()
     for layer in layers:
         assert layer.module.weight_scale.device.type == "meta"
+
+
+def test_what_observers_have_seen_is_let_go_of_with_their_unit(tmp_path, monkeypatch):
+    """Also where they are fused, and know each other; nothing is left for Python's search for cycles."""
+    animal = zoo("llama")
+    layers = watch(animal.model, scheme_of("NVFP4A16"), lambda name: "layers" in name)
+    stop, seen = WatchedLayer.stop, []
+
+    def note_and_stop(self: WatchedLayer) -> None:
+        seen.append(weakref.ref(self.observers["weight"].min_vals))
+        stop(self)
+
+    monkeypatch.setattr(WatchedLayer, "stop", note_and_stop)
+    gc.collect()
+    gc.disable()
+    try:
+        with journal_for(tmp_path / "a", {}, restart=False) as journal:
+            run(animal, layers, "data_free", journal, **streaming(animal, tmp_path))
+        assert len(seen) == len(layers) and not any(each() is not None for each in seen)
+    finally:
+        gc.enable()
 
 
 def test_attention_states_of_a_block_that_is_met_again(tmp_path):

@@ -73,6 +73,17 @@ def can_give_back() -> bool:
 _LIBC = ctypes.CDLL(None) if can_give_back() else None
 
 
+def give_back_freed() -> None:
+    """Give the system what the allocator keeps of freed memory: what fits into none of the holes adds up otherwise.
+
+    (NVFP4A16, 10 layers of 2048 columns: a process of 329 MB behind the first and 433 behind the last; with this, and
+    without cycles, 319 behind each.) glibc alone can do it.
+    """
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @dataclass
 class WaitingRoom:
     """Where passes leave what they need later: in memory while there is room, in files beyond that."""

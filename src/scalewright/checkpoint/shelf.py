@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from scalewright.calibration.scratch import num_bytes
+from scalewright.calibration.scratch import give_back_freed, num_bytes
 from scalewright.checkpoint.mapped import MappedFiles
 from scalewright.checkpoint.parts import Part
 from scalewright.modifiers.layers import WatchedLayer
@@ -65,6 +65,7 @@ class Shelf:
             self._away[module] = (layer, tensors)
         self._here.clear()
         self._files.give_back_all()
+        give_back_freed()
         self._check_source()
 
     def _home(self, module: nn.Module) -> nn.Parameter:

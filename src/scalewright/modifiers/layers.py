@@ -123,6 +123,7 @@ class WatchedLayer:
             if hasattr(self.module, f"{base_name}_observer"):
                 delattr(self.module, f"{base_name}_observer")
             observer.detach(self.module)
+            observer.reset()  # fused ones know each other: what they have seen would stay until cycles are looked for
         for name in ("_imatrix_sum", "_imatrix_count"):
             if hasattr(self.module, name):
                 delattr(self.module, name)
