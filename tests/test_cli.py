@@ -279,7 +279,7 @@ def test_a_recipe_that_means_no_layer(model, tmp_path):
     assert message.startswith("the recipe means no layer of this model.")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere"])
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "models/nowhere/", "my/models/nowhere"])
 def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = error_of("quantize", name, "--scheme", "W4A16", "--out", tmp_path / "out")
@@ -287,6 +287,14 @@ def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
         f"{name}: there is no such folder, and no model of that name could be loaded. Give the folder of a Hugging "
         "Face model, or its name on the hub."
     )
+
+
+def test_why_a_name_that_may_be_one_of_the_hub_could_not_be_loaded_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error_of("quantize", "models/nowhere", "--scheme", "W4A16", "--out", tmp_path / "out")
+    head, _, end = message.partition(" (")
+    assert head == "models/nowhere: there is no such folder, and no model of that name could be loaded"
+    assert end.endswith("). Give the folder of a Hugging Face model, or its name on the hub.")
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
