@@ -330,7 +330,7 @@ def test_plan_says_what_would_happen_and_writes_nothing(model, tmp_path):
         assert expected in output
     found = json.loads(run("plan", model, "--scheme", "W4A16", "--json"))
     assert found["pipeline"] == "data_free" and found["groups"][0]["count"] == 14
-    assert found["bits_per_weight"] == 4.125
+    assert found["bits_per_weight"] == 4 + 32 / 128  # scales are as wide as the weights were
     assert (sorted(tmp_path.rglob("*")), sorted(model.rglob("*"))) == before
 
 
@@ -338,8 +338,7 @@ def test_the_size_of_the_plan_is_that_of_the_checkpoint(model, tmp_path):
     found = json.loads(run("plan", model, "--scheme", "W4A16", "--json"))
     run("quantize", model, "--scheme", "W4A16", "--dtype", "float32", "--out", tmp_path / "out")
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    # Scales are as wide as the weights were: 32 bits in this model, where plans count 16.
-    assert 0.9 < found["bytes_after"] / size < 1.0
+    assert 0.97 < found["bytes_after"] / size < 1.0
 
 
 def test_schemes_and_observers_are_tables():
