@@ -27,7 +27,10 @@ def scheme_names() -> list[str]:
 
 def scheme_named(name: str, targets: Iterable[str] = ("Linear",)) -> QuantizationScheme:
     """The scheme of that name, in any case of letters, for some targets. Its arguments name no observer."""
-    known, wanted = scheme_names(), name.upper()
+    known = scheme_names()
+    if not isinstance(name, str):
+        raise RecipeError(f"scheme: expected a name, got {name!r}. Schemes: {', '.join(known)}.")
+    wanted = name.upper()
     if wanted not in known:
         raise RecipeError(f"there is no scheme '{name}'.{did_you_mean(wanted, known)} Schemes: {', '.join(known)}.")
     preset = "W8A8" if wanted == _DYNAMIC else wanted
