@@ -279,7 +279,7 @@ def test_a_recipe_that_means_no_layer(model, tmp_path):
     assert message.startswith("the recipe means no layer of this model.")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere"])
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "models/nowhere/", "my/models/nowhere"])
 def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = error_of("quantize", name, "--scheme", "W4A16", "--out", tmp_path / "out")
@@ -287,6 +287,14 @@ def test_a_model_that_is_not_there(name, tmp_path, monkeypatch):
         f"{name}: there is no such folder, and no model of that name could be loaded. Give the folder of a Hugging "
         "Face model, or its name on the hub."
     )
+
+
+def test_why_a_name_that_may_be_one_of_the_hub_could_not_be_loaded_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error_of("quantize", "models/nowhere", "--scheme", "W4A16", "--out", tmp_path / "out")
+    head, _, end = message.partition(" (")
+    assert head == "models/nowhere: there is no such folder, and no model of that name could be loaded"
+    assert end.endswith("). Give the folder of a Hugging Face model, or its name on the hub.")
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
@@ -322,7 +330,7 @@ def test_plan_says_what_would_happen_and_writes_nothing(model, tmp_path):
         assert expected in output
     found = json.loads(run("plan", model, "--scheme", "W4A16", "--json"))
     assert found["pipeline"] == "data_free" and found["groups"][0]["count"] == 14
-    assert found["bits_per_weight"] == 4.125
+    assert found["bits_per_weight"] == 4 + 32 / 128  # scales are as wide as the weights were
     assert (sorted(tmp_path.rglob("*")), sorted(model.rglob("*"))) == before
 
 
@@ -330,8 +338,7 @@ def test_the_size_of_the_plan_is_that_of_the_checkpoint(model, tmp_path):
     found = json.loads(run("plan", model, "--scheme", "W4A16", "--json"))
     run("quantize", model, "--scheme", "W4A16", "--dtype", "float32", "--out", tmp_path / "out")
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    # Scales are as wide as the weights were: 32 bits in this model, where plans count 16.
-    assert 0.9 < found["bytes_after"] / size < 1.0
+    assert 0.97 < found["bytes_after"] / size < 1.0
 
 
 def test_schemes_and_observers_are_tables():

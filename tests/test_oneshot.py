@@ -436,6 +436,28 @@ def test_numbers_of_data_that_are_none_are_refused(keywords, message):
     assert refused(DataError, scheme="W8A8", dataset=IDS, **keywords) == message
 
 
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        ("x", "seed: expected a whole number, got 'x'."),
+        (None, "seed: expected a whole number, got None."),
+        (2**64, f"seed: {2**64} is too large for a generator. Use one of up to 63 bits."),
+    ],
+)
+def test_a_seed_that_no_generator_takes_is_refused_also_without_data(seed, message):
+    assert refused(DataError, scheme="FP8_DYNAMIC", seed=seed) == message
+
+
+@pytest.mark.parametrize("scheme", [5, ["W4A16"]])
+def test_a_scheme_that_is_no_name_is_refused(scheme):
+    assert refused(RecipeError, scheme=scheme).startswith(f"scheme: expected a name, got {scheme!r}. Schemes: FP8, ")
+
+
+def test_a_pipeline_that_is_no_name_is_refused():
+    message = refused(RecipeError, scheme="FP8_DYNAMIC", pipeline=None)
+    assert message == "there is no pipeline 'None'. Pipelines: auto, data_free, basic, sequential."
+
+
 @pytest.mark.parametrize("size", [-5, float("nan"), "8 XB"])
 def test_memory_that_is_no_size_is_refused(size):
     message = refused(RecipeError, scheme="FP8_DYNAMIC", max_memory=size)

@@ -120,7 +120,7 @@ class StrictError(ScalewrightError, ValueError):
     """A note that would only be shown, where notes are errors."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A sentence that names the nearest of the `known` names, with a space before it; empty when none is near."""
-    close = get_close_matches(name, list(known), n=1)
+    close = get_close_matches(str(name), list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""

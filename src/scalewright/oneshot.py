@@ -21,7 +21,7 @@ from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, ru
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
 from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom
-from scalewright.calibration.sources import DataOptions, check_file
+from scalewright.calibration.sources import DataOptions, check_file, check_seed
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
@@ -208,7 +208,7 @@ def oneshot(
     ranks, clock = ranks or Ranks(), _Clock()
     on_step = on_step if ranks.is_first else silent
     parsed = _recipe_from(recipe, scheme, quality)
-    _check_names(model, dataset, pipeline, dtype, device)
+    _check_given(model, dataset, pipeline, dtype, device, seed)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
     ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
@@ -304,12 +304,13 @@ def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe
     return Recipe.of(recipe)
 
 
-def _check_names(model: Any, dataset: Any, pipeline: str, dtype: Any, device: Any) -> None:
+def _check_given(model: Any, dataset: Any, pipeline: str, dtype: Any, device: Any, seed: Any) -> None:
     check_model(model)
     check_file(dataset)
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)
+    check_seed(seed)
 
 
 def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, source: Any, overwrite: bool) -> None:

@@ -173,12 +173,13 @@ def _group(layers: Sequence[WatchedLayer]) -> PlannedGroup:
 
 
 def _bits(layers: Sequence[WatchedLayer]) -> float:
-    shapes = [tuple(each.weight.shape) for each in layers]
+    weights = [each.weight for each in layers]
     total = sum(
-        bits_per_weight(each.scheme.weights, shape, each.scheme.input_activations) * shape[0] * shape[1]
-        for each, shape in zip(layers, shapes, strict=True)
+        bits_per_weight(each.scheme.weights, weight.shape, each.scheme.input_activations, dtype=weight.dtype)
+        * weight.numel()
+        for each, weight in zip(layers, weights, strict=True)
     )
-    return total / sum(rows * columns for rows, columns in shapes)
+    return total / sum(weight.numel() for weight in weights)
 
 
 def _hidden_size(model: nn.Module) -> int:

@@ -529,6 +529,7 @@ MISTAKES = {
         lambda: (bigram(), {"dataset": None}),
         "a model is evaluated by running data through it. Give a dataset.",
     ),
+    "no model": (lambda: (None, {}), "model: NoneType is none. Give a module, a folder or a name on the hub."),
     "no logits": (
         lambda: (LlamaModel(llama().config), {}),
         "LlamaModel: LlamaModel gives BaseModelOutputWithPast, and no logits [samples, tokens, vocabulary]. Give a "

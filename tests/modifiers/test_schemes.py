@@ -85,9 +85,9 @@ def test_an_unknown_scheme_is_an_error_with_the_nearest_name(name, hint):
     assert str(caught.value) == f"there is no scheme '{name}'.{hint} Schemes: {', '.join(scheme_names())}."
 
 
-def stored_bits(scheme) -> float:
+def stored_bits(scheme, dtype) -> float:
     """What compressed-tensors really writes for a weight, without the global scale and the record of its shape."""
-    layer = nn.Linear(COLUMNS, ROWS, bias=False, dtype=torch.bfloat16)
+    layer = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
     initialize_module_for_quantization(layer, scheme, force_zero_point=False)
     for name, parameter in layer.named_parameters():
         if name != "weight":
@@ -102,14 +102,17 @@ def stored_bits(scheme) -> float:
     return sum(8 * each.numel() * each.element_size() for each in kept) / (ROWS * COLUMNS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", sorted({*scheme_names()} - {"UNQUANTIZED"}))
-def test_bits_per_weight_are_what_is_written(name):
+def test_bits_per_weight_are_what_is_written(name, dtype):
     scheme = scheme_named(name)
-    assert bits_per_weight(scheme.weights, (ROWS, COLUMNS), scheme.input_activations) == stored_bits(scheme)
+    found = bits_per_weight(scheme.weights, (ROWS, COLUMNS), scheme.input_activations, dtype=dtype)
+    assert found == stored_bits(scheme, dtype)
 
 
-def test_a_weight_that_stays_as_it_is_takes_16_bits():
+def test_a_weight_that_stays_as_it_is_takes_the_bits_of_its_dtype():
     assert bits_per_weight(None, (ROWS, COLUMNS)) == 16.0
+    assert bits_per_weight(None, (ROWS, COLUMNS), dtype=torch.float32) == 32.0
 
 
 @pytest.mark.parametrize(

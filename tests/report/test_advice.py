@@ -50,6 +50,7 @@ IGNORE = "Or leave it as it was: put it into ignore."
                 "Use group_size 32, which costs 0.38 bits for each weight, or W8A16.",
             ],
         ),
+        ({"weight_db": 14.0, "output_db": 26.0, "is_compensated": True}, ["Nothing to do: it keeps 26.0 dB."]),
         (
             {"weights": "int8, per channel", "weight_db": 30.0},
             [

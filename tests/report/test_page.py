@@ -155,6 +155,14 @@ def test_names_of_models_are_never_markup(tmp_path):
     assert HOSTILE[2].replace("{{ 7 * 7 }}", "49") not in html.unescape(hostile)
 
 
+@pytest.mark.parametrize(("modifier", "is_told"), [("QuantizationModifier", True), ("GPTQModifier", False)])
+def test_large_values_are_not_blamed_for_what_gptq_takes_into_the_bargain(modifier, is_told, tmp_path):
+    rows = [row("model.layers.0.mlp.up_proj", random.Random(0), weight_db=16.9, output_db=26.4)]
+    recipe = {"default_stage": {"default_modifiers": [{modifier: {"scheme": "W4A16"}}]}}
+    page = write_report(write_run(tmp_path / "run", rows, recipe=recipe))
+    assert ("a few large values decide" in page.read_text(encoding="utf-8")) is is_told
+
+
 def test_json_in_a_script_tag_is_what_it_was():
     given = {"<!--": ["</script>", "&amp;", "\u2028", 'a"b\\', "ü"]}
     text = as_script(given)

@@ -62,7 +62,9 @@ class Plan:
         for layer in self.layers:
             if layer.scheme.weights is not None:
                 weight = layer.weight
-                bits = bits_per_weight(layer.scheme.weights, weight.shape, layer.scheme.input_activations)
+                bits = bits_per_weight(
+                    layer.scheme.weights, weight.shape, layer.scheme.input_activations, dtype=weight.dtype
+                )
                 before += weight.numel() * weight.element_size()
                 after += weight.numel() * bits / 8
         return before, round(after)

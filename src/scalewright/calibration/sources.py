@@ -60,8 +60,7 @@ class DataOptions:
                 raise DataError(f"{name}: expected a whole number from 1 on, got {value!r}.")
             if value < 1:
                 raise DataError(f"{name}: is {value}. Use 1 or more.")
-        if not is_id(self.seed):
-            raise DataError(f"seed: expected a whole number, got {self.seed!r}.")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -381,6 +380,14 @@ def kind_of(sample: Any) -> str | None:
         if all(map(is_id, sample)):
             return "token ids"
     return None
+
+
+def check_seed(seed: Any) -> None:
+    """Say no to a seed that no generator takes."""
+    if not is_id(seed):
+        raise DataError(f"seed: expected a whole number, got {seed!r}.")
+    if not -(2**63) <= seed < 2**64:
+        raise DataError(f"seed: {seed} is too large for a generator. Use one of up to 63 bits.")
 
 
 def is_id(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FEW = 3
+_OWNED = re.compile(r"\w[\w.-]*/[\w.-]+")  # a name on the hub, with its owner
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -282,19 +284,17 @@ def loading(model: str | Path) -> Iterator[None]:
 
 def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     """Why a model cannot be loaded, in words."""
-    is_there = os.path.exists(model)  # unlike Path, it bears a name that is too long
-    if isinstance(model, Path) or "/" not in str(model).strip("/") or is_there or str(model)[0] in "./~":
-        path = Path(model)
-        if not is_there:
-            name = str(model) or "''"
-            return ModelError(
-                f"{name}: there is no such folder, and no model of that name could be loaded. Give the folder of a "
-                "Hugging Face model, or its name on the hub."
-            )
-        if path.is_file():
-            return ModelError(f"{model}: is a file. Give the folder of a Hugging Face model.")
-        if not (path / "config.json").exists():
-            return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
     lines = [each.strip().rstrip(".") for each in str(error).strip().splitlines()] or [type(error).__name__]
     reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if not os.path.exists(model):  # unlike Path, it bears a name that is too long
+        why = f" ({reason})" if isinstance(model, str) and _OWNED.fullmatch(model) else ""
+        return ModelError(
+            f"{str(model) or repr('')}: there is no such folder, and no model of that name could be loaded{why}. Give "
+            "the folder of a Hugging Face model, or its name on the hub."
+        )
+    path = Path(model)
+    if path.is_file():
+        return ModelError(f"{model}: is a file. Give the folder of a Hugging Face model.")
+    if not (path / "config.json").exists():
+        return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
     return ModelError(f"{model}: cannot be loaded ({reason}).")

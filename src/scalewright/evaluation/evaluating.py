@@ -18,6 +18,7 @@ from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
+    check_model,
     load_companions,
     positions_of,
     samples_for,
@@ -108,6 +109,7 @@ def evaluate(
     `dtype` are for those that are loaded. Data options are those of `oneshot`. With `generate` the models also write
     200 tokens after each of a few prompts.
     """
+    check_model(model)
     check_dtype(dtype)
     check_device(device)
     if dataset is None:

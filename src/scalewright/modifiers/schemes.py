@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from scalewright.errors import RecipeError, did_you_mean
 from scalewright.numerics.layout import strategy_of
+from scalewright.numerics.scales import stored_dtype
 
 _DYNAMIC = "W8A8_DYNAMIC"
 
@@ -25,7 +27,10 @@ def scheme_names() -> list[str]:
 
 def scheme_named(name: str, targets: Iterable[str] = ("Linear",)) -> QuantizationScheme:
     """The scheme of that name, in any case of letters, for some targets. Its arguments name no observer."""
-    known, wanted = scheme_names(), name.upper()
+    known = scheme_names()
+    if not isinstance(name, str):
+        raise RecipeError(f"scheme: expected a name, got {name!r}. Schemes: {', '.join(known)}.")
+    wanted = name.upper()
     if wanted not in known:
         raise RecipeError(f"there is no scheme '{name}'.{did_you_mean(wanted, known)} Schemes: {', '.join(known)}.")
     preset = "W8A8" if wanted == _DYNAMIC else wanted
@@ -39,14 +44,19 @@ def scheme_named(name: str, targets: Iterable[str] = ("Linear",)) -> Quantizatio
 
 
 def bits_per_weight(
-    args: QuantizationArgs | None, shape: Sequence[int], inputs: QuantizationArgs | None = None
+    args: QuantizationArgs | None,
+    shape: Sequence[int],
+    inputs: QuantizationArgs | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> float:
     """What one weight of a matrix takes in the checkpoint, its share of scales and zero points included.
 
     Small integers are packed where `inputs` stay as they are; where those are quantised, each integer has a byte.
+    Scales that are no codes are stored in the `dtype` of the weight.
     """
     if args is None:
-        return 16.0
+        return 8.0 * dtype.itemsize
     num_bits = int(args.num_bits) if inputs is None or args.type == "float" else max(int(args.num_bits), 8)
     rows, columns = shape[-2], shape[-1]
     strategy = strategy_of(args)
@@ -59,7 +69,7 @@ def bits_per_weight(
         num_scales = -(-rows // block_rows) * -(-columns // block_columns)
     else:
         num_scales = 1
-    scale_bits = 8 if args.scale_dtype is not None else 16
+    scale_bits = 8 if args.scale_dtype is not None else 8 * stored_dtype(dtype, args).itemsize
     point_bits = 0 if args.symmetric else num_bits
     return num_bits + num_scales * (scale_bits + point_bits) / (rows * columns)
 

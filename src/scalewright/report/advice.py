@@ -95,7 +95,7 @@ def _is_an_end(layer: Layer, weights: Format | None, inputs: Format | None) -> s
 
 
 def _has_outliers(layer: Layer, weights: Format | None, inputs: Format | None) -> str | None:
-    if weights is None or layer.weight_db is None:
+    if weights is None or layer.weight_db is None or layer.is_compensated:
         return None
     expected = _EXPECTED_DB.get((weights.kind, weights.bits))
     if expected is None or layer.weight_db >= expected:

@@ -23,6 +23,7 @@ from scalewright.report.places import Place, places_of
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _FIGURES = ("weight_db", "gain_db", "output_db", "dynamic_db", "above_optimum")
 _BINS = "counts"
+_COMPENSATING = "GPTQModifier"
 _LARGEST = 1e9  # stands for infinity, which JSON does not have
 
 
@@ -44,6 +45,8 @@ class Layer:
     dynamic_db: float | None = None
     above_optimum: float | None = None
     num_tokens: int | None = None
+    is_compensated: bool = False
+    """Whether its columns make up for each other's errors (GPTQ): its weight keeps less then, and its output more."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -98,6 +101,7 @@ def read_folder(
     if run is None:
         rows = [{"name": name, "shape": module.shape} for name, module in stored.items() if module.is_quantised]
     places = places_of(row["name"] for row in rows)
+    is_compensated = _has_modifier(run, _COMPENSATING)
     kept = seconds if seconds is not None else _object_in(folder / TIMINGS_FILE)
     architectures = _list(config, "architectures")
     few = [module for module in stored.values() if module.is_quantised and module.num_weights]
@@ -106,7 +110,7 @@ def read_folder(
     return Findings(
         folder.resolve().name,
         str(architectures[0]) if architectures else "",
-        [_layer(row, places, stored, pictures) for row in rows],
+        [_layer(row, places, stored, pictures, is_compensated=is_compensated) for row in rows],
         [str(each) for each in _list(run, "notes")],
         _whole((run or {}).get("bytes_before")),
         sum(module.num_bytes for module in stored.values()),
@@ -136,7 +140,12 @@ def _object_in(file: Path) -> dict[str, Any] | None:
 
 
 def _layer(
-    row: Mapping[str, Any], places: Mapping[str, Place], stored: Mapping[str, _Module], pictures: Mapping[str, Any]
+    row: Mapping[str, Any],
+    places: Mapping[str, Place],
+    stored: Mapping[str, _Module],
+    pictures: Mapping[str, Any],
+    *,
+    is_compensated: bool,
 ) -> Layer:
     name = row["name"]
     shape = tuple(size for each in _list(row, "shape") if (size := _whole(each)) is not None)
@@ -152,6 +161,7 @@ def _layer(
         shape,
         8 * module.num_bytes / count if module is not None and count else None,
         num_tokens=_whole(row.get("num_tokens")),
+        is_compensated=is_compensated,
         pictures={str(key): each for key, each in found.items() if _is_picture(each)}
         if isinstance(found, dict)
         else {},
@@ -168,6 +178,14 @@ def _recipe(folder: Path, run: Mapping[str, Any] | None) -> str:
             return ""
     recipe = None if run is None else run.get("recipe")
     return yaml.safe_dump(recipe, sort_keys=False) if isinstance(recipe, dict) else ""
+
+
+def _has_modifier(run: Mapping[str, Any] | None, name: str) -> bool:
+    """Whether the recipe of a run has a modifier of that class; which layers are its, only the run knew."""
+    recipe = None if run is None else run.get("recipe")
+    stages = [each for each in recipe.values() if isinstance(each, dict)] if isinstance(recipe, dict) else []
+    modifiers = [each for stage in stages for key in stage for each in _list(stage, key)]
+    return any(isinstance(each, dict) and name in each for each in modifiers)
 
 
 def _list(holder: Mapping[str, Any] | None, name: str) -> list[Any]:
