@@ -130,6 +130,7 @@ def _rounding_bytes(layer: GPTQLayer, run: Run) -> float:
     kept = 4.0 * run.batch_tokens * columns
     if not layer.wants_unquantised:
         return 4.0 * (1 + _FACTOR) * columns**2 + _ROUNDING * layer.weight.numel() + kept
+    rows = rows if layer.wants_stream else 0
     sums = 4.0 * columns * (columns + rows)
     streams = 4.0 * run.batch_tokens * (columns + 2 * rows)
     return 4.0 * (1 + _FACTOR) * columns**2 + _ROUNDING * layer.weight.numel() + kept + sums + streams

@@ -177,6 +177,20 @@ def test_nothing_is_kept_for_who_does_not_ask() -> None:
     assert not any(layer.had_beside or layer.kept["is"] for layer in layers)
 
 
+def test_a_layer_whose_inputs_are_quantised_leaves_the_stream_alone() -> None:
+    """Static scales cut off loud tokens, and making up for these would spoil all others."""
+    for name, is_wanted in (("W4A16", True), ("W8A8", False), ("NVFP4", False)):
+        layer = GPTQLayer("layer", nn.Linear(HIDDEN, HIDDEN), scheme_named(name), MAKING_UP)
+        assert layer.wants_unquantised and layer.wants_stream == is_wanted
+    layer.stream = "somewhere"
+    value = tensors(40)[0]
+    layer.start()
+    for _, see in layer.sees_unquantised():
+        see(Shown(value, beside=value))
+    next(see for _, see in layer._sees_for_weights())(Shown(value, beside=value))
+    assert layer.inputs is not None and layer.inputs.beside_CR is None and layer.inputs.cross_CC is not None
+
+
 def test_a_stream_is_kept_until_all_have_seen_it() -> None:
     model = nn.ModuleDict({"norm": nn.Identity(), "one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
     layers = [GPTQLayer(name, model[name], w4(), MAKING_UP) for name in ("one", "two")]

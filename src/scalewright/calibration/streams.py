@@ -116,10 +116,10 @@ class Streams:
         self._number = number
 
     def watch(self, layers: Iterable[WatchedLayer]) -> None:
-        """From now on what flows past these layers is kept, for those that ask for the model as it was."""
+        """From now on what flows past these layers is kept, for those that ask for it."""
         for layer in layers:
             name = layer.stream
-            if name is None or not layer.wants_unquantised:
+            if name is None or not layer.wants_stream:
                 continue
             self._wanted.setdefault(name, set()).add(layer.name)
             if name not in self._hooks:

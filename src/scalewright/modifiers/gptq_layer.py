@@ -153,6 +153,13 @@ class GPTQLayer(WatchedLayer):
     def wants_unquantised(self) -> bool:
         return self.rounding.correction > 0
 
+    @property
+    @override
+    def wants_stream(self) -> bool:
+        # Static scales of inputs cut off the loudest tokens, which may be a hundred times as loud as others. To make up
+        # for what the stream has lost there spoils all others (SmolLM2-135M, W8A8: KL .87 instead of .22).
+        return self.wants_unquantised and self.scheme.input_activations is None
+
     @override
     def sees_unquantised(self) -> Iterator[tuple[str, See]]:
         if self.wants_unquantised:
@@ -169,7 +176,7 @@ class GPTQLayer(WatchedLayer):
     def _add(self, shown: Shown) -> None:
         if self._hessian is None:
             columns, device = shown.value.shape[-1], shown.value.device
-            rows = len(self.weight) if self.wants_unquantised and self.stream is not None else 0
+            rows = len(self.weight) if self.wants_stream and self.stream is not None else 0
             # What it is given later, and what its output is added to, is not for others to see.
             owner = self.name if self.is_called_again or rows else None
             self._hessian = shown.once(

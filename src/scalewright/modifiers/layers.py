@@ -174,6 +174,11 @@ class WatchedLayer:
         """Whether data is to flow through the model as it was, too. It is shown each batch of that first."""
         return False
 
+    @property
+    def wants_stream(self) -> bool:
+        """Whether it is to be shown what its output is added to, where that is known."""
+        return False
+
     def _sees_for_weights(self) -> Iterator[tuple[str, See]]:
         importance = self.importance
         if importance is not None and not importance.is_given:
