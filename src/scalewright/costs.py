@@ -26,7 +26,7 @@ from scalewright.observers.fusion import FUSED_LAYER_NAMES
 
 MB = 10**6
 _PROBE = (256, 1024)
-_SEARCH = 64 * MB  # what a search takes beside the weight
+_SEARCH = 48 * MB  # what a search takes beside the weight, at the most (docs/benchmarks.md)
 _IMPORTED = 50 * MB  # what is imported on the way
 _LIVE = 3  # inputs and outputs of a layer that are there while its block is run
 _PER_WEIGHT = 4.0  # bytes for each weight of the layer that is being stored
