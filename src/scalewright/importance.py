@@ -22,6 +22,7 @@ from scalewright.calibration.gathering import Importance, gather_squares, layers
 from scalewright.calibration.pipelines import OnStep, silent
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import digest_of_data
 from scalewright.checkpoint.outputs import check_output_file, write_file
 from scalewright.errors import DataError, ImportanceError
@@ -36,6 +37,7 @@ _WRITTEN = "Give a file that `scalewright importance` has written."
 
 
 @with_ranks
+@outliving_cuts()
 def gather_importance(
     model: nn.Module | str | Path,
     dataset: Any,

@@ -22,6 +22,7 @@ from scalewright.calibration.pipelines import Calibration, OnStep, check_pipelin
 from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom
 from scalewright.calibration.sources import DataOptions, check_file, check_seed
+from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
 from scalewright.checkpoint.loading import (
@@ -158,6 +159,7 @@ class Result:
 
 
 @with_ranks
+@outliving_cuts()
 def oneshot(
     model: nn.Module | str | Path,
     *,

@@ -102,6 +102,9 @@ class Weights(Protocol):
     def give_up(self) -> None:
         """Nothing is needed in memory for now."""
 
+    def check_source(self) -> None:
+        """Say no if the files that the weights are read from have changed."""
+
 
 @dataclass
 class Calibration:
@@ -492,6 +495,8 @@ class Calibration:
 
     def _keep(self, layer: WatchedLayer, finished: QuantizedLayer) -> None:
         tensors = finished.compressed
+        if self.weights is not None:
+            self.weights.check_source()  # before anything is kept that was computed from another one
         if self.journal is not None:
             finished.compressed = self.journal.keep(finished.name, finished.compressed, finished.record())
         if self.weights is not None:

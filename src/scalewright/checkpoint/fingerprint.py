@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from scalewright.checkpoint.cut_files import check_not_cut
 from scalewright.errors import ModelError
 
 _SUFFIXES = (".json", ".safetensors")
@@ -47,6 +48,7 @@ class SourceFiles:
 
     def check_unchanged(self) -> None:
         """Say no if one of them is not what it was: nobody knows which weights were read from it."""
+        check_not_cut()
         now = {} if self.folder is None else SourceFiles.of(self.folder).known
         other = next((name for name in sorted({*now, *self.known}) if now.get(name) != self.known.get(name)), None)
         if other is not None:

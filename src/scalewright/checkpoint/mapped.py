@@ -62,15 +62,15 @@ class MappedFiles:
     @contextmanager
     def catching(self) -> Iterator[None]:
         """While inside, parameters that modules are given come to lie in files."""
-        others = set(_mapped_now()).difference(self._ranges)  # by whom ever
+        others = set(mapped_now()).difference(self._ranges)  # by whom ever
 
         def put_away(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
             if parameter is None or parameter.device.type != "cpu" or not parameter.numel() or self.has(parameter):
                 return None
-            mapped_now = set(_mapped_now())
-            if self._keep(parameter, mapped_now) or num_bytes(parameter) < _SMALL:
+            now = set(mapped_now())
+            if self._keep(parameter, now) or num_bytes(parameter) < _SMALL:
                 return None
-            for each in mapped_now - others:  # it was computed from what lies there
+            for each in now - others:  # it was computed from what lies there
                 give_back(each.start, each.end - each.start)
             mapped = self.scratch.place(parameter, is_shared=False)
             self._own[mapped.data_ptr()] = mapped
@@ -137,7 +137,7 @@ class MappedFiles:
         return self._ranges[place] if place >= 0 and pointer < self._ranges[place].end else None
 
 
-def _mapped_now() -> Iterator[_Range]:
+def mapped_now() -> Iterator[_Range]:
     """The safetensors files that the process has mapped."""
     # Not splitlines(): names may have line separators of Unicode in them. A new line is told as \012.
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):

@@ -21,9 +21,7 @@ class Shelf:
     """
 
     def __init__(self, model: nn.Module, files: MappedFiles, check_source: Callable[[], None] = lambda: None) -> None:
-        """`check_source` says no to files that have changed. It is asked behind each layer: a run that reads others
-        than it began with goes on for nothing.
-        """
+        """`check_source` says no to files that have changed."""
         self._files = files
         self._check_source = check_source
         self._homes = {module: _weight(module) for module in model.modules()}
@@ -52,7 +50,6 @@ class Shelf:
                 }
             self._here[layer.module] = (layer, tensors)
             self._files.give_back([self._home(layer.module)])
-        self._check_source()
 
     def undone(self, layer: WatchedLayer) -> None:
         """A layer that was finished and given up is not finished after all."""
@@ -66,6 +63,10 @@ class Shelf:
         self._here.clear()
         self._files.give_back_all()
         give_back_freed()
+        self.check_source()
+
+    def check_source(self) -> None:
+        """Say no if the files have changed: a run that reads others than it began with goes on for nothing."""
         self._check_source()
 
     def _home(self, module: nn.Module) -> nn.Parameter:

@@ -15,6 +15,7 @@ from torch import nn
 from scalewright.calibration.passes import evaluating, without_cache
 from scalewright.calibration.pipelines import OnStep, silent
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
@@ -84,6 +85,7 @@ class Evaluation:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+@outliving_cuts()
 def evaluate(
     model: nn.Module | str | Path,
     *,

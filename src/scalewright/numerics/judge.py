@@ -137,7 +137,10 @@ class Judge:
         """`sum of w * x * x`, float64 [P]: what is lost when every code is 0."""
         total_P = torch.zeros(len(positions.unit_P), dtype=torch.float64, device=positions.unit_P.device)
         for block in positions:
-            total_P += self._sum_of_squares(block, block.scratch[0].copy_(block.x_PE))
+            if block.weights_PE is None:
+                total_P += block.sum_of_squares(block.x_PE)
+            else:
+                total_P += self._sum_of_squares(block, block.scratch[0].copy_(block.x_PE))
         return total_P
 
     def scores(
@@ -292,4 +295,4 @@ def _into_steps(block: Block, scale_P: Tensor, zero_point_P: Tensor | None, *, o
     inverse_P1 = scale_P.reciprocal().unsqueeze(1)
     if zero_point_P is None:
         return torch.mul(block.x_PE, inverse_P1, out=out)
-    return torch.addcmul(zero_point_P.unsqueeze(1), block.x_PE, inverse_P1, out=out)
+    return torch.mul(block.x_PE, inverse_P1, out=out).add_(zero_point_P.unsqueeze(1))  # faster than addcmul

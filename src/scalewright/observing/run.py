@@ -16,6 +16,7 @@ from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.targets import first_of
 from scalewright.calibration.watching import watch_inputs
+from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.errors import DataError, LayoutError, ScalewrightError
 from scalewright.modifiers import IMatrixGatherer
 from scalewright.modifiers.schemes import in_words, scheme_named, wants_values
@@ -30,6 +31,7 @@ SCHEME = "W8A8"
 _WATCHED = {"weight": "weights", "input": "activations"}
 
 
+@outliving_cuts()
 def observe(
     model: nn.Module | str | Path,
     dataset: Any,

@@ -26,6 +26,7 @@ from scalewright.calibration.pipelines import Calibration, OnStep, silent
 from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.targets import first_of, resolve_targets
+from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.errors import DataError
 from scalewright.modifiers import QuantizationModifier
 from scalewright.modifiers.layers import WatchedLayer
@@ -101,6 +102,7 @@ class Sensitivity:
         }
 
 
+@outliving_cuts()
 def measure_sensitivity(
     model: nn.Module | str | Path,
     dataset: Any,
