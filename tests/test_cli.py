@@ -110,7 +110,10 @@ MISTAKES = [
     ),
     ((), "give either --scheme or --recipe."),
     (("--recipe", "nowhere.yaml", "--scheme", "W4A16"), "give either --scheme or --recipe."),
-    (("--recipe", "nowhere.yaml"), "nowhere.yaml: cannot be read (No such file or directory)."),
+    (
+        ("--recipe", "nowhere.yaml"),
+        "nowhere.yaml: cannot be read (No such file or directory). Give the path of a recipe.",
+    ),
     (
         ("--recipe", "nowhere.yaml", "--group-size", 32),
         "--group-size: the recipe says that. Leave it out, or change the recipe.",

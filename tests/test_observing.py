@@ -507,7 +507,7 @@ def test_mistakes_are_refused_before_any_work() -> None:
         ({"dataset": None}, DataError, "a model is observed by running data through it. Give a dataset."),
         ({"scheme": "W8A9"}, RecipeError, "there is no scheme 'W8A9'. Did you mean 'W8A8'? Schemes: "),
         ({"observers": ["minmaxx"]}, UnknownObserverError, "there is no observer 'minmaxx'. Did you mean 'minmax'? "),
-        ({"num_calibration_samples": 0}, DataError, "num_samples: is 0. Use 1 or more."),
+        ({"num_calibration_samples": 0}, DataError, "num_calibration_samples: is 0. Use 1 or more."),
     ):
         with pytest.raises(kind) as caught:
             observe(model, **{"dataset": IDS, **given})

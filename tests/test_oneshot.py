@@ -425,7 +425,7 @@ def test_blocks_that_nothing_goes_through_are_named():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"num_calibration_samples": "5"}, "num_samples: expected a whole number from 1 on, got '5'."),
+        ({"num_calibration_samples": "5"}, "num_calibration_samples: expected a whole number from 1 on, got '5'."),
         ({"batch_size": 1.5}, "batch_size: expected a whole number from 1 on, got 1.5."),
         ({"max_seq_length": 0}, "max_seq_length: is 0. Use 1 or more."),
         ({"seed": 1.5}, "seed: expected a whole number, got 1.5."),
@@ -446,6 +446,11 @@ def test_numbers_of_data_that_are_none_are_refused(keywords, message):
 )
 def test_a_seed_that_no_generator_takes_is_refused_also_without_data(seed, message):
     assert refused(DataError, scheme="FP8_DYNAMIC", seed=seed) == message
+
+
+def test_an_output_that_is_no_path_is_refused():
+    message = refused(OutputError, scheme="FP8_DYNAMIC", output_dir=5)
+    assert message == "output_dir: 5 is no path. Give the folder that the checkpoint is to go to."
 
 
 @pytest.mark.parametrize("scheme", [5, ["W4A16"]])

@@ -716,14 +716,18 @@ def test_characters_that_are_no_text_are_refused():
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    assert message(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: cannot be read (No such file or directory)."
     assert (
-        message("no_such_folder/none.json") == "no_such_folder/none.json: cannot be read (No such file or directory)."
+        message(tmp_path / "none.yaml")
+        == f"{tmp_path / 'none.yaml'}: cannot be read (No such file or directory). Give the path of a recipe."
     )
-    assert message(tmp_path) == f"{tmp_path}: cannot be read (Is a directory)."
+    assert (
+        message("no_such_folder/none.json")
+        == "no_such_folder/none.json: cannot be read (No such file or directory). Give the path of a recipe."
+    )
+    assert message(tmp_path) == f"{tmp_path}: cannot be read (Is a directory). Give the path of a recipe."
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x80")
-    assert message(binary) == f"{binary}: is not text in UTF-8."
+    assert message(binary) == f"{binary}: is not text in UTF-8. Give a recipe in YAML or JSON."
 
 
 def test_an_error_of_a_text_in_a_list_says_which():

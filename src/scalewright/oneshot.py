@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +211,7 @@ def oneshot(
     ranks, clock = ranks or Ranks(), _Clock()
     on_step = on_step if ranks.is_first else silent
     parsed = _recipe_from(recipe, scheme, quality)
-    _check_given(model, dataset, pipeline, dtype, device, seed)
+    _check_given(model, dataset, pipeline, dtype, device, seed, output_dir)
     limit = in_bytes(max_memory)
     files, out = files_of(parsed.modifiers), None if output_dir is None else Path(output_dir)
     ranks.on_first(partial(_check_output, out, source=model, overwrite=overwrite))
@@ -306,13 +307,15 @@ def _recipe_from(recipe: Any, scheme: str | None, quality: str | None) -> Recipe
     return Recipe.of(recipe)
 
 
-def _check_given(model: Any, dataset: Any, pipeline: str, dtype: Any, device: Any, seed: Any) -> None:
+def _check_given(model: Any, dataset: Any, pipeline: str, dtype: Any, device: Any, seed: Any, output_dir: Any) -> None:
     check_model(model)
     check_file(dataset)
     check_pipeline(pipeline)
     check_dtype(dtype)
     check_device(device)
     check_seed(seed)
+    if output_dir is not None and not isinstance(output_dir, str | os.PathLike):
+        raise OutputError(f"output_dir: {output_dir!r} is no path. Give the folder that the checkpoint is to go to.")
 
 
 def _check_output(out: Path | None, plans: Sequence[Plan] = (), *, source: Any, overwrite: bool) -> None:

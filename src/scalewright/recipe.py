@@ -99,9 +99,11 @@ def _read(given: Any, name: str) -> Iterable[Stage]:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
-            raise RecipeError(f"{path}: cannot be read ({error.strerror or error}).") from None
+            raise RecipeError(
+                f"{path}: cannot be read ({error.strerror or error}). Give the path of a recipe."
+            ) from None
         except UnicodeDecodeError:
-            raise RecipeError(f"{path}: is not text in UTF-8.") from None
+            raise RecipeError(f"{path}: is not text in UTF-8. Give a recipe in YAML or JSON.") from None
         return _stages_of_text(text, path.name)
     if isinstance(given, str):
         return _stages_of_text(given, name)

@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
 )
+GIVE_SOME = "Give data that has text or token ids in it."
 FEW = "{0} tokens are little to calibrate with; scales may not fit other text. Give 2048 or more."
 
 
@@ -611,8 +612,8 @@ WHAT_A_BATCH_IS = "A batch is a dict of tensors that the model is called with, o
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataLoader([], batch_size=2), "data: there is nothing in it."),
-        ([{"input_ids": torch.zeros(0, 4, dtype=torch.long)}], "data: there is nothing in it."),
+        (DataLoader([], batch_size=2), f"data: there is nothing in it. {GIVE_SOME}"),
+        ([{"input_ids": torch.zeros(0, 4, dtype=torch.long)}], f"data: there is nothing in it. {GIVE_SOME}"),
         (DataLoader(THREE, batch_size=3), f"data: batch 1 is a list with str. {WHAT_A_BATCH_IS}"),
         (
             DataLoader(ROWS[:1], batch_size=None),
@@ -689,16 +690,16 @@ WHAT_A_SAMPLE_IS = "A sample is text, chat messages or token ids."
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "data: there is nothing in it."),
-        ((), "data: there is nothing in it."),
-        (iter(()), "data: there is nothing in it."),
-        (torch.zeros(0, 3, dtype=torch.long), "data: there is nothing in it."),
-        (torch.zeros(0, dtype=torch.long), "data: there is nothing in it."),
-        (datasets.Dataset.from_dict({"text": []}), "data: there is nothing in it."),
-        ({"text": []}, "data: there is nothing in it."),
-        ([""], "data: all its samples are empty."),
-        ([[], []], "data: all its samples are empty."),
-        ([{"text": None}], "data: all its samples are empty."),
+        ([], f"data: there is nothing in it. {GIVE_SOME}"),
+        ((), f"data: there is nothing in it. {GIVE_SOME}"),
+        (iter(()), f"data: there is nothing in it. {GIVE_SOME}"),
+        (torch.zeros(0, 3, dtype=torch.long), f"data: there is nothing in it. {GIVE_SOME}"),
+        (torch.zeros(0, dtype=torch.long), f"data: there is nothing in it. {GIVE_SOME}"),
+        (datasets.Dataset.from_dict({"text": []}), f"data: there is nothing in it. {GIVE_SOME}"),
+        ({"text": []}, f"data: there is nothing in it. {GIVE_SOME}"),
+        ([""], f"data: all its samples are empty. {GIVE_SOME}"),
+        ([[], []], f"data: all its samples are empty. {GIVE_SOME}"),
+        ([{"text": None}], f"data: all its samples are empty. {GIVE_SOME}"),
         (None, f"data: None is no data. {WHAT_DATA_IS}"),
         (5, f"data: int is no data. {WHAT_DATA_IS}"),
         (1.5, f"data: float is no data. {WHAT_DATA_IS}"),
@@ -719,17 +720,32 @@ WHAT_A_SAMPLE_IS = "A sample is text, chat messages or token ids."
         ((each for each in [1, 2]), f"data: sample 1 is int. {WHAT_A_SAMPLE_IS}"),
         ([{"text": 3}], f"data: sample 1 is int. {WHAT_A_SAMPLE_IS}"),
         ([{"text": {"a": 1}}], f"data: sample 1 is dict. {WHAT_A_SAMPLE_IS}"),
-        ([[{"a": 1}]], "data: sample 1 has a message without 'role' or 'from'. It has: a."),
-        ([[{"role": "elf", "content": ""}]], "data: sample 1: the chat template refuses it (no role elf)."),
+        (
+            [[{"a": 1}]],
+            "data: sample 1 has a message without 'role' or 'from'. It has: a. Give each a role and a content.",
+        ),
+        (
+            [[{"role": "elf", "content": ""}]],
+            "data: sample 1: the chat template refuses it (no role elf). Mend it, or give texts.",
+        ),
         ("", "data: '' is neither a file nor a dataset. Give texts as a list of them."),
         ("w1 w2", "data: 'w1 w2' is neither a file nor a dataset. Give texts as a list of them."),
-        ({"input_ids": [[1], [2]], "attention_mask": [[1]]}, "data: columns have 2 and 1 rows."),
-        ({"input_ids": [[1], [2]], "attention_mask": 3}, "data: its column 'attention_mask' is int, and no list."),
-        ([{"input_ids": [1, 2], "attention_mask": [1]}], "data: sample 1 has 2 token ids and a mask of 1."),
-        ([{"input_ids": [1, 2], "attention_mask": 1}], "data: sample 1 has a mask that is int, and no list."),
+        ({"input_ids": [[1], [2]], "attention_mask": [[1]]}, "data: columns have 2 and 1 rows. Give as many of each."),
+        (
+            {"input_ids": [[1], [2]], "attention_mask": 3},
+            "data: its column 'attention_mask' is int. Give a list with a row for each sample.",
+        ),
+        (
+            [{"input_ids": [1, 2], "attention_mask": [1]}],
+            "data: sample 1 has 2 token ids and a mask of 1. Give as many of both.",
+        ),
+        ([{"input_ids": [1, 2], "attention_mask": 1}], "data: sample 1 has a mask that is int. Give a list of them."),
         ([{"input_ids": 1, "attention_mask": 1}], f"data: sample 1 is int. {WHAT_A_SAMPLE_IS}"),
         ({"text": {"a": ["w1"]}}, f"data: sample 1 is dict. {WHAT_A_SAMPLE_IS}"),
-        (["w1 \ud800"], "data: sample 1 has half of a character in it (\\ud800), which no tokenizer can read."),
+        (
+            ["w1 \ud800"],
+            "data: sample 1 has half of a character in it (\\ud800), which no tokenizer can read. Take it out.",
+        ),
     ],
 )
 def test_what_is_no_data_is_named(data, message):
@@ -753,10 +769,14 @@ def test_mixed_samples_are_named():
     assert error(iter(["w1", "w2", CHAT])) == (
         "data: sample 3 is chat messages, and sample 1 is text. Give samples of one kind."
     )
-    assert error(iter([{"text": "w1"}, "w2"])) == "data: sample 2 is str, and others have columns."
-    assert error([{"text": "w1"}, None]) == "data: sample 2 is None, and others have columns."
     assert (
-        error(iter([{"text": "w1"}, {"content": "w2", "n": 1}])) == "data: sample 2 has no 'text'. It has: content, n."
+        error(iter([{"text": "w1"}, "w2"]))
+        == "data: sample 2 is str, and others have columns. Give samples of one kind."
+    )
+    assert error([{"text": "w1"}, None]) == "data: sample 2 is None, and others have columns. Give samples of one kind."
+    assert (
+        error(iter([{"text": "w1"}, {"content": "w2", "n": 1}]))
+        == "data: sample 2 has no 'text'. It has: content, n. Give it to all, or name another column."
     )
 
 
@@ -812,7 +832,8 @@ def test_more_samples_than_can_be_counted_are_all_there_are():
 @pytest.mark.parametrize("option", ["num_samples", "max_seq_length", "batch_size"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_1_or_more(option, value):
-    with pytest.raises(DataError, match=rf"^{option}: is {value}\. Use 1 or more\.$"):
+    called = "num_calibration_samples" if option == "num_samples" else option
+    with pytest.raises(DataError, match=rf"^{called}: is {value}\. Use 1 or more\.$"):
         DataOptions(**{option: value})
 
 
@@ -854,16 +875,16 @@ def test_an_empty_file_is_said(tmp_path, name, text, column):
     if name == "a.txt" and column:
         message = "has no columns. Leave column 'text' out."
     elif name == "a.txt" and text:
-        message = "all its samples are empty."
+        message = f"all its samples are empty. {GIVE_SOME}"
     else:
-        message = "there is nothing in it."
+        message = f"there is nothing in it. {GIVE_SOME}"
     assert error(path, column=column) == f"{name}: {message}"
 
 
 def test_a_table_without_rows_is_said(tmp_path):
     datasets.Dataset.from_dict({"text": []}).to_parquet(tmp_path / "a.parquet")
     for path in (tmp_path / "a.parquet", write(tmp_path / "a.csv", "text\n"), write(tmp_path / "a.json", "[]")):
-        assert error(path, column="text") == f"{path.name}: there is nothing in it."
+        assert error(path, column="text") == f"{path.name}: there is nothing in it. {GIVE_SOME}"
 
 
 @pytest.mark.parametrize("as_path", [str, Path])
@@ -879,7 +900,7 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path, as_path):
 
 def test_a_file_that_cannot_be_opened_is_said(tmp_path):
     path = write(tmp_path / "a.txt", "w1") / "b.txt"
-    assert error(path) == f"{path}: cannot be read (Not a directory)."
+    assert error(path) == f"{path}: cannot be read (Not a directory). Check its path and its permissions."
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.bin", "a", "a.jsonl", "a.json", "a.csv"])
@@ -892,15 +913,18 @@ def test_a_binary_file_is_said(tmp_path, name, content):
 def test_broken_json_is_said_with_its_line(tmp_path):
     assert (
         error(write(tmp_path / "a.jsonl", '{"text": "w1"}\n\n{"text": w2}\n'))
-        == "a.jsonl:3: not JSON: Expecting value."
+        == "a.jsonl:3: not JSON: Expecting value. Mend that line."
     )
     assert error(write(tmp_path / "a.json", '[\n{"text": "w1"},\n{"text" "w2"}]')) == (
-        "a.json:3: not JSON: Expecting ':' delimiter."
+        "a.json:3: not JSON: Expecting ':' delimiter. Mend that line."
     )
-    assert error(write(tmp_path / "b.json", '{"text": "w1"}\n{"text":\n')) == "b.json:2: not JSON: Expecting value."
-    assert error(write(tmp_path / "c.json", "3")) == "c.json: int is no list of samples."
+    assert (
+        error(write(tmp_path / "b.json", '{"text": "w1"}\n{"text":\n'))
+        == "b.json:2: not JSON: Expecting value. Mend that line."
+    )
+    assert error(write(tmp_path / "c.json", "3")) == "c.json: int is no list of samples. Write a list of texts."
     assert error(write(tmp_path / "d.jsonl", '{"text": "w1"}\n3\n'), num_samples=2) == (
-        "d.jsonl: sample 2 is int, and others have columns."
+        "d.jsonl: sample 2 is int, and others have columns. Give samples of one kind."
     )
 
 
@@ -918,7 +942,7 @@ def test_a_csv_field_that_is_too_long_is_said_with_its_line(tmp_path):
 
 
 def test_what_is_no_parquet_is_said(tmp_path):
-    assert error(write(tmp_path / "a.parquet", "text, but long enough")).startswith("a.parquet: not Parquet: ")
+    assert error(write(tmp_path / "a.parquet", "text, but long enough")).startswith("a.parquet: not Parquet (")
 
 
 @pytest.mark.parametrize(
@@ -1004,7 +1028,7 @@ def test_any_other_name_is_loaded_from_the_hub(monkeypatch, name, arguments):
 def test_a_name_that_cannot_be_loaded_is_said():
     assert error("nobody/nothing") == (
         "nobody/nothing: neither a file nor a dataset that can be loaded (Couldn't reach 'nobody/nothing' on the Hub "
-        "(OfflineModeIsEnabled))."
+        "(OfflineModeIsEnabled)). Check its name, or give a file."
     )
 
 

@@ -398,7 +398,7 @@ def run_with_other_data(folder: Path, rank: int) -> None:
 def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
     run_ranks(2, run_with_other_data, tmp_path)
     for rank in range(2):
-        text = "RankError: rank 1: has another data than rank 0. Give all ranks the same."
+        text = "RankError: rank 1: has another set of samples than rank 0. Give all ranks the same."
         assert (tmp_path / f"rank{rank}.txt").read_text() == text
 
 

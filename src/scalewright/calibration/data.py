@@ -36,6 +36,7 @@ from scalewright.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _FEW_TOKENS = 2048
+_GIVE_SOME = "Give data that has text or token ids in it."
 _MUCH_UNKNOWN = 0.02
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -90,7 +91,8 @@ def _made(source: Source, options: DataOptions, encoder: _Encoder, vocab_size: i
     found = list(islice(cut, min(options.num_samples, sys.maxsize)))
     if not found:
         raise DataError(
-            f"{source.name}: {'all its samples are empty' if encoder.has_empty else 'there is nothing in it'}."
+            f"{source.name}: {'all its samples are empty' if encoder.has_empty else 'there is nothing in it'}. "
+            f"{_GIVE_SOME}"
         )
     _check_vocabulary(min(map(min, found)), max(map(max, found)), vocab_size, source.name)
     sequences = [torch.tensor(each) for each in found]
@@ -189,7 +191,7 @@ class _Encoder:
         if half := _HALF.search(text):
             raise DataError(
                 f"{self.name}: sample {number} has half of a character in it ({ascii(half[0])[1:-1]}), which no "
-                "tokenizer can read."
+                "tokenizer can read. Take it out."
             )
         # Not cut by the tokenizer, which would remember it and be saved so; not verbose, for it warns of long texts.
         found = self._tokenizer(text, add_special_tokens=kind == "text", verbose=False)["input_ids"]
@@ -252,7 +254,8 @@ class _Encoder:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # templates raise what they like
             raise DataError(
-                f"{self.name}: sample {number}: the chat template refuses it ({first_line(error)})."
+                f"{self.name}: sample {number}: the chat template refuses it ({first_line(error)}). Mend it, or "
+                "give texts."
             ) from None
 
     def _message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +266,8 @@ class _Encoder:
             role = str(message["from"])
             return {"role": _ROLES.get(role, role), "content": message.get("value", "")}
         raise DataError(
-            f"{self.name}: sample {number} has a message without 'role' or 'from'. It has: {listed(message)}."
+            f"{self.name}: sample {number} has a message without 'role' or 'from'. It has: {listed(message)}. "
+            "Give each a role and a content."
         )
 
 
@@ -306,7 +310,7 @@ def _ready(source: Source, options: DataOptions, vocab_size: int | None) -> Samp
         if found.num_samples >= options.num_samples:
             break
     if found.num_samples == 0:
-        raise DataError(f"{source.name}: there is nothing in it.")
+        raise DataError(f"{source.name}: there is nothing in it. {_GIVE_SOME}")
     if options.batch_size is not None:
         found.notes.append(f"{source.name}: its batches are used as they are, not in batches of {options.batch_size}.")
     if longest > options.max_seq_length:

@@ -56,10 +56,11 @@ class DataOptions:
             value = getattr(self, name)
             if value is None and name == "batch_size":
                 continue
+            called = "num_calibration_samples" if name == "num_samples" and self.is_calibration else name
             if not is_id(value):
-                raise DataError(f"{name}: expected a whole number from 1 on, got {value!r}.")
+                raise DataError(f"{called}: expected a whole number from 1 on, got {value!r}.")
             if value < 1:
-                raise DataError(f"{name}: is {value}. Use 1 or more.")
+                raise DataError(f"{called}: is {value}. Use 1 or more.")
         check_seed(self.seed)
 
 
@@ -80,9 +81,14 @@ class Source:
         if self.column is None:
             return row
         if not isinstance(row, Mapping):
-            raise DataError(f"{self.name}: sample {number} is {described(row)}, and others have columns.")
+            raise DataError(
+                f"{self.name}: sample {number} is {described(row)}, and others have columns. Give samples of one kind."
+            )
         if self.column not in row:
-            raise DataError(f"{self.name}: sample {number} has no '{self.column}'. It has: {listed(row)}.")
+            raise DataError(
+                f"{self.name}: sample {number} has no '{self.column}'. It has: {listed(row)}. Give it to all, or name "
+                "another column."
+            )
         value = row[self.column]
         mask = row.get("attention_mask") if self.column == "input_ids" else None
         if mask is None or value is None:
@@ -91,9 +97,12 @@ class Source:
         if not isinstance(ids, list):
             return value
         if not isinstance(keeps, list):
-            raise DataError(f"{self.name}: sample {number} has a mask that is {described(keeps)}, and no list.")
+            raise DataError(f"{self.name}: sample {number} has a mask that is {described(keeps)}. Give a list of them.")
         if len(ids) != len(keeps):
-            raise DataError(f"{self.name}: sample {number} has {len(ids)} token ids and a mask of {len(keeps)}.")
+            raise DataError(
+                f"{self.name}: sample {number} has {len(ids)} token ids and a mask of {len(keeps)}. "
+                "Give as many of both."
+            )
         return [each for each, keep in zip(ids, keeps, strict=True) if keep]
 
 
@@ -180,9 +189,14 @@ def _from_mapping(name: str, data: Mapping[str, Any], options: DataOptions) -> S
     columns = {each: data[each] for each in _needed(chosen, data)}
     for each, values in columns.items():
         if not hasattr(values, "__len__"):
-            raise DataError(f"{name}: its column '{each}' is {described(values)}, and no list.")
+            raise DataError(
+                f"{name}: its column '{each}' is {described(values)}. Give a list with a row for each sample."
+            )
     if len({len(each) for each in columns.values()}) > 1:
-        raise DataError(f"{name}: columns have {' and '.join(str(len(each)) for each in columns.values())} rows.")
+        raise DataError(
+            f"{name}: columns have {' and '.join(str(len(each)) for each in columns.values())} rows. "
+            "Give as many of each."
+        )
     return Source(name, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], chosen)
 
 
@@ -232,7 +246,9 @@ def _from_file(path: Path, options: DataOptions) -> Source:
     except FileNotFoundError:
         raise _no_file(path) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its path and its permissions."
+        ) from None
     if _SEPARATOR in text:
         return _without_column(Source(path.name, [each.strip() for each in text.split(_SEPARATOR)]), options)
     if options.pack is False:
@@ -276,9 +292,11 @@ def _jsonl(path: Path, options: DataOptions) -> list[Any]:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise DataError(f"{path.name}:{number}: not JSON: {error.msg}.") from None
+                raise DataError(f"{path.name}:{number}: not JSON: {error.msg}. Mend that line.") from None
             except (ValueError, RecursionError) as error:  # numbers of too many digits; too deep
-                raise DataError(f"{path.name}:{number}: {_TOO_MUCH} ({first_line(error)}).") from None
+                raise DataError(
+                    f"{path.name}:{number}: {_TOO_MUCH} ({first_line(error)}). Write plain texts."
+                ) from None
     return rows
 
 
@@ -291,11 +309,11 @@ def _json(path: Path, options: DataOptions) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a value on each line
             return _jsonl(path, options)
-        raise DataError(f"{path.name}:{error.lineno}: not JSON: {error.msg}.") from None
+        raise DataError(f"{path.name}:{error.lineno}: not JSON: {error.msg}. Mend that line.") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path.name}: {_TOO_MUCH} ({first_line(error)}).") from None
+        raise DataError(f"{path.name}: {_TOO_MUCH} ({first_line(error)}). Write plain texts.") from None
     if not isinstance(data, list | dict):
-        raise DataError(f"{path.name}: {described(data)} is no list of samples.")
+        raise DataError(f"{path.name}: {described(data)} is no list of samples. Write a list of texts.")
     return data
 
 
@@ -320,7 +338,7 @@ def _parquet(path: Path, options: DataOptions) -> list[Any]:
             chosen = _choose(columns, path.name, options.column)
             rows: list[Any] = file.read(columns=_needed(chosen, columns)).to_pylist()
     except arrow.ArrowException as error:
-        raise DataError(f"{path.name}: not Parquet: {first_line(error)}") from None
+        raise DataError(f"{path.name}: not Parquet ({first_line(error)}). Write it again, or as .jsonl.") from None
     return rows
 
 
@@ -333,7 +351,9 @@ def _from_folder(path: Path, options: DataOptions) -> Source:
     try:
         loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
     except Exception as error:  # each reader of a file has its own
-        raise DataError(f"{path}: a folder whose data cannot be loaded ({first_line(error)}).") from None
+        raise DataError(
+            f"{path}: a folder whose data cannot be loaded ({first_line(error)}). Give one of its files."
+        ) from None
     return _from_memory(path.name, loaded, options)
 
 
@@ -345,7 +365,10 @@ def _from_hub(name: str, options: DataOptions) -> Source:
     try:
         loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
     except Exception as error:  # the hub has many ways to say no
-        raise DataError(f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}).") from None
+        raise DataError(
+            f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}). "
+            "Check its name, or give a file."
+        ) from None
     return _from_memory(name, loaded, replace(options, split=_SPLIT))
 
 

@@ -75,7 +75,7 @@ def fingerprint_of(
     return {
         "model": _digest(_of_model(source, model)),
         "recipe": _digest([recipe.to_yaml(), *((each, digest_of_file(Path(each))) for each in sorted(files))]),
-        "data": digest_of_data(batches),
+        "set of samples": digest_of_data(batches),
         "set of options": _digest(settings),
         "set of versions": json.dumps(versions()),
     }

@@ -35,7 +35,9 @@ _ROOM = 60
 @with_options
 def evaluate(
     *,
-    model: Annotated[str, typer.Argument(help="A folder with a model, quantised or not, or its name on the hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with a model, quantised or not, or its name on the hub.")
+    ],
     against: Annotated[
         str | None, typer.Option(help="The original, to compare with.", show_default="perplexity alone")
     ] = None,

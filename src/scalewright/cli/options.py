@@ -81,7 +81,7 @@ class Reading:
 class Job:
     """What `quantize` does and `plan` tells: the options that both have."""
 
-    model: Annotated[str, typer.Argument(help="A folder with a model, or its name on the hub.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a model, or its name on the hub.")]
     scheme: Annotated[str | None, recipe_option(help="The scheme: W4A16, FP8_DYNAMIC, NVFP4, ... (see `schemes`).")] = (
         None
     )

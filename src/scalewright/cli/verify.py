@@ -15,7 +15,7 @@ from scalewright.cli.shown import failing_politely, say, tell
 
 @app.command()
 def verify(
-    out: Annotated[Path, typer.Argument(help="The folder of a quantised checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder of a quantised checkpoint.")],
     against: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="The folder of the original, to hold the weights against."),
