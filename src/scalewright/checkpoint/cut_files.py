@@ -45,15 +45,20 @@ class _Guard:
         self.cut: set[Path] = set()
         self._depth = 0
         self._before = _Action()
-        self._handler = _Handler(self._on_fault)
-        self._libc = ctypes.CDLL(None, use_errno=True) if _is_possible() else None
-        if self._libc is not None:
+        self._libc: ctypes.CDLL | None = None
+        if sys.platform == "linux" and struct.calcsize("P") == 8:
+            try:
+                self._handler = _Handler(self._on_fault)
+            except (MemoryError, OSError):  # hardened systems do not let code be made
+                return
+            self._libc = ctypes.CDLL(None)
             self._libc.mmap.restype = ctypes.c_void_p
 
     def enter(self) -> None:
         self._depth += 1
         if self._depth == 1:
             self.cut.clear()
+        if self._depth == 1 and self._libc is not None:
             ours = _Action(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
             self._set(ours, self._before)
 
@@ -87,10 +92,6 @@ class _Guard:
         )
         self.cut.add(found.file)
         return bool(placed == start)
-
-
-def _is_possible() -> bool:
-    return sys.platform == "linux" and struct.calcsize("P") == 8
 
 
 _guard = _Guard()
