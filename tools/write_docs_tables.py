@@ -63,7 +63,8 @@ def _qualities() -> str:
     """KL by scheme and quality, beside the best recipe of the peer."""
     results = _results("accuracy")
     lines = []
-    for model in _in_order(row["weights"] for row in results["rows"]):
+    models = _in_order(row["weights"] for row in results["rows"])
+    for model in models:
         for scheme in _in_order(row["scheme"] for row in results["rows"] if row["weights"] == model):
             rows = [row for row in results["rows"] if (row["weights"], row["scheme"]) == (model, scheme)]
             peer = min((row for row in rows if row["side"] == "peer"), key=lambda row: row["kl"], default=None)
@@ -76,13 +77,18 @@ def _qualities() -> str:
     head = ("model", "scheme", "bits", *(f"`{quality}`" for quality in QUALITIES), "llm-compressor's best recipe")
     peer_version = results["machine"]["peer"]["llmcompressor"]
     days = sorted(row["date"] for row in results["rows"])
-    threads = dict(sorted((row["weights"], row["threads"]) for row in results["rows"]))
-    told = ", ".join(f"{name} with {count} thread{'s' * (count > 1)}" for name, count in threads.items())
+    told = ", ".join(f"{name} with {_threads(results['rows'], name)}" for name in models)
     terms = (
         f"KL divergence from the unquantised model, and seconds of the whole run ({told}); beside llm-compressor "
         f"{peer_version}, on the same data. Less is better. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table([head[i] for i in used], [[line[i] for i in used] for line in lines])
+
+
+def _threads(rows: Sequence[dict[str, Any]], model: str) -> str:
+    """How many threads the rows of a model were measured with."""
+    counts = sorted({row["threads"] for row in rows if row["weights"] == model})
+    return f"{' or '.join(map(str, counts))} thread{'s' * (counts[-1] > 1)}"
 
 
 def _formats() -> str:
