@@ -43,6 +43,7 @@ class _Guard:
 
     def __init__(self) -> None:
         self.cut: set[Path] = set()
+        self._zeros: list[range] = []
         self._depth = 0
         self._before = _Action()
         self._libc: ctypes.CDLL | None = None
@@ -58,6 +59,7 @@ class _Guard:
         self._depth += 1
         if self._depth == 1:
             self.cut.clear()
+            self._zeros.clear()
         if self._depth == 1 and self._libc is not None:
             ours = _Action(handler=ctypes.cast(self._handler, ctypes.c_void_p), flags=_SA_SIGINFO)
             self._set(ours, self._before)
@@ -80,8 +82,9 @@ class _Guard:
     def _put_zeros(self, address: int) -> bool:
         found = next((each for each in mapped_now() if each.start <= address < each.end), None)
         if found is None or self._libc is None:
-            return False
+            return any(address in each for each in self._zeros)  # another thread has come here first, with its fault
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        self._zeros.append(range(start, found.end))
         placed = self._libc.mmap(
             ctypes.c_void_p(start),
             ctypes.c_size_t(found.end - start),
