@@ -38,7 +38,7 @@ def folder(source, tmp_path):
 def run(code, folder):
     """Run some lines; `folder` and `cut()`, which cuts its weights short, are there."""
     head = f"""
-        import os, sys, time, torch
+        import os, sys, torch
         torch.set_num_threads(2)  # faults in threads of torch are to be outlived, too
         from pathlib import Path
         from scalewright import errors, oneshot
@@ -81,8 +81,8 @@ def test_a_source_that_is_cut_short_is_named_and_what_was_finished_is_kept(optio
     assert done.returncode == 1, done.stderr
     assert done.stdout == (
         f"{folder / 'model.safetensors'}: was cut short, to 4,096 bytes, while it was read, so nobody knows which "
-        "weights were read. What was finished before is kept: put the file back with its time (cp -p) and run the "
-        "same again, or run with restart.\n"
+        "weights were read. Put the file back, with its time (cp -p), and run the same again: a run into a folder goes "
+        "on with what it had finished, or begins anew with restart.\n"
     )
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "out.partial").rglob("*.safetensors"))  # the first block
@@ -108,10 +108,10 @@ def test_a_source_that_is_cut_short_is_named_and_what_was_finished_is_kept(optio
     ids=["oneshot without an output", "observe", "evaluate"],
 )
 def test_all_that_reads_models_names_a_file_that_is_cut_short(call, folder):
-    """Cut by another thread as soon as the model is mapped: in the middle of a forward pass as a rule."""
+    """Cut when the first module is called, so that its weights are read behind the end."""
     done = run(
         f"""
-        import scalewright, threading
+        import scalewright
         from torch import nn
         pre_hook = nn.modules.module.register_module_forward_pre_hook
         pre_hook(lambda *_: cut() if weights.stat().st_size > 4096 else None)
@@ -177,6 +177,27 @@ def test_nothing_is_left_behind(folder):
     )
     assert done.stdout.split("\n")[:3] == ["named", "named", "nothing was cut"], done.stderr
     assert done.returncode == -signal.SIGBUS
+
+
+def test_threads_that_fault_at_the_same_place_at_once_are_all_outlived(folder):
+    """Whoever comes second finds zeros there, and no file."""
+    done = run(
+        """
+        from safetensors import safe_open
+        from scalewright.checkpoint.cut_files import _guard, outliving_cuts
+        with safe_open(weights, framework="pt") as file:
+            tensor = file.get_tensor("lm_head.weight")
+        try:
+            with outliving_cuts():
+                cut()
+                print(_guard._put_zeros(tensor.data_ptr()), _guard._put_zeros(tensor.data_ptr()))
+                print(_guard._put_zeros(0))
+        except errors.ModelError as error:
+            print("named")
+        """,
+        folder,
+    )
+    assert done.stdout == "True True\nFalse\nnamed\n", done.stderr
 
 
 def test_what_went_wrong_after_zeros_were_read_went_wrong_because_of_them(folder):

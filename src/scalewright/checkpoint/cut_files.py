@@ -124,6 +124,6 @@ def check_not_cut(cause: Exception | None = None) -> None:
         size = os.path.getsize(file) if file.exists() else 0
         raise ModelError(
             f"{file}: was cut short, to {size:,} bytes, while it was read, so nobody knows which weights were read. "
-            "What was finished before is kept: put the file back with its time (cp -p) and run the same again, or "
-            "run with restart."
+            "Put the file back, with its time (cp -p), and run the same again: a run into a folder goes on with what "
+            "it had finished, or begins anew with restart."
         ) from cause
