@@ -7,6 +7,8 @@ afterwards. Values of other dtypes are recorded as the nearest bf16, which is at
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from scalewright.numerics.measure import quantize_dequantize_
 # N observations, Q qparam positions, G elements that share one scale, C codes in order of their value.
 
 NUM_CODES = 1 << 16
-_BLOCK = 1 << 19  # values that are counted at a time
+_BLOCK = 1 << 18  # values that are counted at a time
 _INFINITY = 0x7F80  # its code; the largest number has the code before
 _TABLE = 1 << 19  # cuts times bins that are worked on at a time
 
@@ -30,9 +32,17 @@ def count_codes(x_NQG: Tensor, weight_NQ: Tensor | None = None) -> Tensor:
     counts = torch.zeros(
         shape_Q.numel() * NUM_CODES, device=x_NQG.device, dtype=torch.int64 if weight_NQ is None else torch.float64
     )
-    for some in _blocks(x_NQG):
-        counts += _counts_of(x_NQG[some], None if weight_NQ is None else weight_NQ[some])
-    return counts.reshape(*shape_Q, NUM_CODES)[..., _codes_in_order(x_NQG.device)]
+    blocks = _blocks(x_NQG)
+    room = _Room.for_values(x_NQG[blocks[0]], is_weighted=weight_NQ is not None)
+    for some in blocks:
+        counts += _counts_of(x_NQG[some], None if weight_NQ is None else weight_NQ[some], room)
+    if x_NQG.dtype == torch.float32:  # the topmost fp32 numbers round to Inf, and belong to the largest number
+        by_code = counts.view(-1, NUM_CODES)
+        for infinite in (_INFINITY, _INFINITY | 0x8000):
+            by_code[:, infinite - 1] += by_code[:, infinite]
+            by_code[:, infinite] = 0
+    positive, negative = counts.reshape(*shape_Q, NUM_CODES).chunk(2, dim=-1)
+    return torch.cat([negative.flip(-1), positive], dim=-1)  # as `_codes_in_order`, in a tenth of the time
 
 
 def evening_weights(x_NQG: Tensor) -> Tensor:
@@ -41,8 +51,8 @@ def evening_weights(x_NQG: Tensor) -> Tensor:
     They have 12 significant bits, so float64 adds them up exactly, in any order, unless strengths differ by more than
     2 ** 20 among a million observations. Observations of zeros weigh 1.
     """
-    norms = [torch.linalg.vector_norm(x_NQG[some].double(), dim=-1) for some in _blocks(x_NQG)]
-    strength_NQ = torch.cat(norms).div_(x_NQG.shape[-1] ** 0.5)
+    norm_NQ: Tensor = torch.linalg.vector_norm(x_NQG, dim=-1, dtype=torch.float64)  # a third of the time of double()
+    strength_NQ = norm_NQ.div_(x_NQG.shape[-1] ** 0.5)
     mantissa_NQ, exponent_NQ = torch.frexp(torch.where(strength_NQ > 0, strength_NQ, 1.0).reciprocal())
     weight_NQ: Tensor = torch.ldexp((mantissa_NQ * 4096).round_(), exponent_NQ - 12)
     return weight_NQ
@@ -54,22 +64,36 @@ def _blocks(x_NQG: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(x_NQG), rows)]
 
 
-def _counts_of(x_NQG: Tensor, weight_NQ: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class _Room:
+    """Memory that is used again for each block: new memory takes longer to get than counting takes."""
+
+    rounded: Tensor
+    codes: Tensor
+    weights: Tensor | None
+
+    @classmethod
+    def for_values(cls, x_NQG: Tensor, *, is_weighted: bool) -> _Room:
+        """Room for a block of this size."""
+        flat = x_NQG.new_empty(x_NQG.numel(), dtype=torch.bfloat16)
+        weights = torch.empty_like(flat, dtype=torch.float64) if is_weighted else None
+        return cls(flat, torch.empty_like(flat, dtype=torch.int32), weights)
+
+
+def _counts_of(x_NQG: Tensor, weight_NQ: Tensor | None, room: _Room) -> Tensor:
     """How often each code stands at each position, flat, by the codes' bits."""
-    shape_Q = x_NQG.shape[1:-1]
-    rounded = x_NQG.to(torch.bfloat16).contiguous()
-    codes = rounded.view(torch.uint16).to(torch.int32)
+    shape_Q, count = x_NQG.shape[1:-1], x_NQG.numel()
+    rounded, codes = room.rounded[:count], room.codes[:count]
+    rounded.view(x_NQG.shape).copy_(x_NQG)
+    codes.copy_(rounded.view(torch.uint16))
     if shape_Q.numel() > 1:
         offsets = torch.arange(shape_Q.numel(), device=codes.device, dtype=torch.int32) * NUM_CODES
-        codes += offsets.reshape(*shape_Q, 1)
-    weights = None if weight_NQ is None else weight_NQ.unsqueeze(-1).expand(x_NQG.shape).flatten()
-    counts = torch.bincount(codes.flatten(), weights, minlength=shape_Q.numel() * NUM_CODES)
-    if x_NQG.dtype == torch.float32:  # the topmost fp32 numbers round to Inf, and belong to the largest number
-        by_code = counts.view(-1, NUM_CODES)
-        for infinite in (_INFINITY, _INFINITY | 0x8000):
-            by_code[:, infinite - 1] += by_code[:, infinite]
-            by_code[:, infinite] = 0
-    return counts
+        codes.view(x_NQG.shape).add_(offsets.reshape(*shape_Q, 1))
+    weights = None
+    if weight_NQ is not None and room.weights is not None:
+        weights = room.weights[:count]
+        weights.view(x_NQG.shape).copy_(weight_NQ.unsqueeze(-1))
+    return torch.bincount(codes, weights, minlength=shape_Q.numel() * NUM_CODES)
 
 
 def code_values(device: torch.device | str = "cpu") -> Tensor:
