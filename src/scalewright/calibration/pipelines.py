@@ -27,7 +27,7 @@ from scalewright.calibration.data import size_of
 from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import LockStep, copied
 from scalewright.calibration.passes import Route, evaluating, without_cache
-from scalewright.calibration.scratch import WaitingRoom
+from scalewright.calibration.scratch import WaitingRoom, keep_freed
 from scalewright.calibration.steps import (
     StepsInWords,
     Unit,
@@ -153,6 +153,7 @@ class Calibration:
         run = {"data_free": self._data_free, "basic": self._basic, "sequential": self._sequential}[pipeline]
         for layer in self.layers:
             layer.keeps_weight = self.weights is None or pipeline == "sequential"
+        keep_freed()
         with torch.no_grad(), evaluating(self.model), without_cache(self.model), self._masks.following():
             done = {layer.name: layer for layer in run()}
         return [done[layer.name] for layer in self.layers]
