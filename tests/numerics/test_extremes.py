@@ -50,7 +50,7 @@ def assert_is_min_max_of(x: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("qparam_shape", QPARAM_SHAPES)
-@pytest.mark.parametrize("num_observations", [1, 3])
+@pytest.mark.parametrize("num_observations", [1, 3, 16])
 def test_ranges_are_what_float64_says(num_observations, qparam_shape, group_size, dtype):
     assert_is_min_max_of(random(num_observations, *qparam_shape, group_size, dtype=dtype))
 
@@ -89,7 +89,7 @@ def test_the_ends_of_a_dtype_are_found(group_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", ["mixed", "all positive", "all negative"])
-@pytest.mark.parametrize("shape", [(1, 1, 6), (2, 3, 2), (1, 3, 64), (1, 3, 1024), (1, 200, 2), (2, 1, 600)])
+@pytest.mark.parametrize("shape", [(1, 1, 6), (2, 3, 2), (1, 3, 64), (1, 3, 1024), (1, 200, 2), (2, 1, 600), (16, 3, 4)])
 @pytest.mark.parametrize("bad", ["NaN", "-NaN", "inf", "-inf"])
 def test_a_range_is_finite_just_when_all_its_values_are(bad, shape, sign, dtype):
     clean = SIGNS[sign](random(*shape, dtype=dtype))
@@ -106,7 +106,7 @@ def test_a_range_is_finite_just_when_all_its_values_are(bad, shape, sign, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 3, 5), (1, 3, 64), (1, 3, 1024), (3, 1, 600)])
+@pytest.mark.parametrize("shape", [(1, 3, 5), (1, 3, 64), (1, 3, 1024), (3, 1, 600), (16, 3, 16)])
 def test_nan_wins_over_inf(shape, dtype):
     x = random(*shape, dtype=dtype)
     x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = math.inf, math.nan, -math.inf

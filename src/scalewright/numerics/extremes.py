@@ -15,6 +15,8 @@ from torch import Tensor
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _SHORT = 64  # torch takes the elements of shorter rows of int16 one by one, and has to be given int32
+_TINY = 32  # elements of rows that go one below the other where there are
+_TALL = 16  # observations
 _LONG = 1024  # from here on numpy, which spends 30 ns on starting a row, is the quicker
 _CACHED = 1 << 23  # elements of 2 bytes that stay in a usual cache of the last level
 _ROW = 1 << 12
@@ -28,6 +30,9 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
     """
     qparam_shape = x_NQG.shape[1:-1]
     is_one_row = qparam_shape.numel() == 1
+    if len(x_NQG) >= _TALL and x_NQG.shape[-1] < _TINY and not is_one_row:
+        # Down the observations first, which is quick: 512 tokens in groups of 16 .13 ms, and .58 group by group.
+        return x_NQG.amin(dim=0).amin(dim=-1).float(), x_NQG.amax(dim=0).amax(dim=-1).float()
     row_size = x_NQG.numel() if is_one_row else x_NQG.shape[-1]
     # amin and amax read long rows of fp32 as quickly as torch.sum does, in a pass each. Short ones (4 M values in
     # groups of 16: 13 ms, here 5) and 16-bit floats (channels 2.4 ms, here .4; groups of 128 5.7 ms, here .9) are slow.
