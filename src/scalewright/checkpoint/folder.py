@@ -50,7 +50,7 @@ _MOST_PARTS = 4096  # layers or experts that a configuration may speak of, where
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ROW = ("name", "shape", "weight_db")
 _LENGTH = struct.Struct("<Q")
-_PIECE = 1 << 24  # bytes that are read at one time
+_PIECE = 1 << 21  # bytes that are read at one time
 
 
 @dataclass(frozen=True)
@@ -370,9 +370,15 @@ def read_rows(at: TensorAt, rows: slice) -> Tensor:
 
 
 def pieces(at: TensorAt) -> Iterator[Tensor]:
-    """The numbers of a tensor in runs, so that a large one is never in memory as a whole."""
-    for start in range(0, at.num_bytes, _PIECE):
-        yield _as_tensor(_bytes(at, start, min(_PIECE, at.num_bytes - start)), at)
+    """The numbers of a tensor in runs, so that a large one is never in memory as a whole: each takes the last's place."""
+    room = bytearray(min(_PIECE, at.num_bytes))
+    with at.file.open("rb") as opened:
+        opened.seek(at.start)
+        for start in range(0, at.num_bytes, _PIECE):
+            piece = memoryview(room)[: at.num_bytes - start]
+            if opened.readinto(piece) != len(piece):
+                raise OSError(f"{at.file.name}: ends before its last tensor does")
+            yield _as_tensor(piece, at)
 
 
 def _bytes(at: TensorAt, start: int, count: int) -> bytearray:
@@ -384,6 +390,6 @@ def _bytes(at: TensorAt, start: int, count: int) -> bytearray:
     return found
 
 
-def _as_tensor(raw: bytearray, at: TensorAt) -> Tensor:
+def _as_tensor(raw: bytearray | memoryview, at: TensorAt) -> Tensor:
     dtype = DTYPES[at.dtype]
     return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
