@@ -192,7 +192,10 @@ def test_text_for_which_there_is_no_tokenizer(model, tmp_path):
     words = ("quantize", model, "--scheme", "FP8", "--data", tmp_path / "calib.txt", "--out", tmp_path / "out")
     assert error_of(*words) == "data: there is text in it, and no tokenizer. Give a tokenizer, or token ids."
     nowhere = error_of(*words, "--tokenizer", tmp_path / "nowhere")
-    assert nowhere == f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded."
+    assert nowhere == (
+        f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded. Give the folder of a tokenizer, or its "
+        "name on the hub."
+    )
 
 
 def test_what_is_wrong_with_data_is_said(model, tmp_path):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from scalewright.calibration.hub import hub_asked_once
 from scalewright.errors import DataError, did_you_mean
 
 _SPLIT = "train"
@@ -258,8 +259,12 @@ def _from_file(path: Path, options: DataOptions) -> Source:
 
 
 def _no_file(path: Path) -> DataError:
-    beside = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
-    return DataError(f"{path}: there is no such file.{did_you_mean(path.name, beside)}")
+    return DataError(f"{path}: there is no such file.{_nearest_file(path)}")
+
+
+def _nearest_file(path: Path) -> str:
+    """A sentence that names the file beside it whose name is nearest, if one is near."""
+    return did_you_mean(path.name, os.listdir(path.parent) if os.access(path.parent, os.R_OK) else [])
 
 
 def _text(path: Path) -> str:
@@ -361,14 +366,15 @@ def _from_hub(name: str, options: DataOptions) -> Source:
     check_file(name)
     if not _HUB_NAME.fullmatch(name):
         raise DataError(f"data: {listed([repr(name)])} is neither a file nor a dataset. Give texts as a list of them.")
-    datasets = _extra("datasets", name)
-    try:
-        loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
-    except Exception as error:  # the hub has many ways to say no
-        raise DataError(
-            f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}). "
-            "Check its name, or give a file."
-        ) from None
+    datasets, repository = _extra("datasets", name), name.partition(":")[0]
+    with hub_asked_once(repository, file="README.md", kind="dataset") as reason:
+        try:
+            loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
+        except Exception as error:  # the hub has many ways to say no
+            raise DataError(
+                f"{name}: neither a file nor a dataset that can be loaded ({reason or first_line(error)})."
+                f"{_nearest_file(Path(repository))} Check its name, or give a file."
+            ) from None
     return _from_memory(name, loaded, replace(options, split=_SPLIT))
 
 
