@@ -217,6 +217,48 @@ def test_what_is_wrong_with_data_is_said(model, tmp_path):
     )
 
 
+BAD_DATA = {
+    "nothing": "",
+    "no JSON": "{",
+    "a mix": '{"input_ids": [1, 2]}\n{"text": "once"}',
+    "no column": '{"story": [1, 2]}',
+    "text without a tokenizer": '{"text": "once"}',
+    "outside the vocabulary": '{"input_ids": [1, 2, 96]}',
+}
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("what", BAD_DATA)
+def test_a_plan_says_of_data_what_a_run_would(model, tmp_path, what):
+    file = tmp_path / "ids.jsonl"
+    file.write_text(BAD_DATA[what])
+    words = (model, "--scheme", "W4A16", "--data", file)
+    assert error_of("plan", *words) == error_of("quantize", *words, "--out", tmp_path / "out")
+
+
+def test_a_plan_tells_how_little_data_there_is_and_reckons_with_that(model, tmp_path):
+    file = tmp_path / "ids.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": list(range(32))}) for _ in range(3)))
+    words = (model, "--scheme", "W8A8", "--data", file)
+    shown = run("plan", *words)
+    assert f"note {file.name}: 512 samples were asked for, and there are 3.\n" in shown
+    assert f"note {file.name}: 96 tokens are little to calibrate with; " in shown
+    assert "data       3 samples, 96 tokens\n" in shown
+    planned, done = (
+        json.loads(run(command, *words, "--json", *more))
+        for command, more in (("plan", ()), ("quantize", ("--out", tmp_path / "out")))
+    )
+    assert planned["notes"] == done["notes"]
+    assert [planned[each] for each in ("num_samples", "num_tokens")] == [3, 96]
+    assert error_of("plan", *words, "--strict") == planned["notes"][0]
+
+
+def test_a_plan_tells_of_options_that_no_data_is_there_for(model, tmp_path):
+    words = (model, "--scheme", "W8A16", "--seq-len", 64, "--column", "text")
+    done = json.loads(run("quantize", *words, "--out", tmp_path / "out", "--json"))
+    assert json.loads(run("plan", *words, "--json"))["notes"] == done["notes"] != []
+
+
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_a_mistake_in_a_recipe_has_its_file_and_line(model, tmp_path, suffix):
     path = tmp_path / f"mine.{suffix}"
@@ -579,7 +621,7 @@ def test_samples_are_packed_if_asked_for(model, data, tmp_path):
 
 def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("some.txt").write_text("it is there, and not read")
+    Path("ids.json").write_text(json.dumps([list(range(80))] * 512))
     monkeypatch.setattr("scalewright.costs.process_bytes", lambda: 0)
 
     def found(*words):
@@ -588,11 +630,11 @@ def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
     plain = found("--samples", 4096)
     assert found("--samples", 4096, "--dtype", "bfloat16")["bytes_before"] * 2 == plain["bytes_before"]
     assert found("--samples", 4096, "--batch-size", 4096)["peak_bytes"] > plain["peak_bytes"]
-    blocks = ("--pipeline", "sequential", "--data", "some.txt", "--sequential-targets")
+    blocks = ("--pipeline", "sequential", "--data", "ids.json", "--sequential-targets")
     assert found(*blocks, "LlamaMLP", "--sequential-targets", "LlamaAttention")["blocks"] == 4
     assert found(*blocks, "LlamaDecoderLayer")["blocks"] == 2
     memory = {
-        length: found("--pipeline", "sequential", "--data", "some.txt", "--seq-len", length)["peak_bytes"]
+        length: found("--pipeline", "sequential", "--data", "ids.json", "--seq-len", length)["peak_bytes"]
         for length in (32, 64, 4096)
     }
     assert memory[32] < memory[64] == memory[4096], "the model has 64 positions"

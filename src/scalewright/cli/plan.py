@@ -49,20 +49,19 @@ def plan(
     with failing_politely():
         check_file(reading.data)
         check_device(reading.device)
+        asked = reading.keywords()
+        del asked["device"]
         planned = plan_of(
             job.model,
             job.parsed_recipe() if allocation is None else allocation.recipe,
-            has_data=reading.data is not None,
+            dataset=reading.data,
             num_samples=job.samples,
-            max_seq_length=reading.seq_len,
-            batch_size=reading.batch_size,
             pipeline=job.pipeline,
             sequential_targets=job.sequential_targets or None,
-            dtype=reading.dtype,
-            trust_remote_code=reading.trust_remote_code,
             strict=job.strict,
             max_memory=job.max_memory,
             num_ranks=ranks,
+            **asked,
         )
     if as_json:
         print(json.dumps(planned.to_dict()))
