@@ -119,6 +119,8 @@ def test_the_demo(
     assert_has(
         printed, ("demo_model", "model.layers.0.self_attn.q_proj", "where to look", "out/W4A16-best/report.html")
     )
+    notes = re.findall(r"^note .*", printed, re.MULTILINE)
+    assert len(notes) == 1 and re.match(r"note \(balanced, best\) data: \d+ tokens are little to", notes[0])
     figures = re.findall(
         r"^ +(fast|balanced|best) +([\d.]+) +([\d.]+) ± [\d.]+ +[\d.]+% +[\d.]+ MB", printed, re.MULTILINE
     )
