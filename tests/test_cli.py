@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from command_line import error_of, invoke, run
-from scalewright.cli import app
+from scalewright.cli import app, main
 from scalewright.cli import progress as shown_progress
 from scalewright.importance import gather_importance
 from scalewright.modifiers.layers import WatchedLayer
@@ -731,6 +732,33 @@ def test_who_stops_a_run_is_told_how_to_go_on(model, tmp_path, monkeypatch):
     )
     run(*words)
     assert out.is_dir() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_command_that_is_stopped_while_it_gets_ready_has_no_traceback(monkeypatch, capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scalewright.modifiers.schemes.scheme_rows", stop)
+    monkeypatch.setattr(sys, "argv", ["scalewright", "schemes"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr()) == (1, ("", "stopped; nothing was written.\n"))
+
+
+@pytest.mark.parametrize("words", [("--out", "~/mine"), ("--out=~/mine",)])
+def test_home_is_not_a_folder_of_that_name(words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "argv", ["scalewright", "quantize", str(model), "--scheme", "W8A16", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / "mine" / "config.json").is_file()
+
+
+def test_the_version_is_told():
+    assert run("--version") == f"scalewright {version('scalewright')}\n"
 
 
 @pytest.mark.parametrize(("error", "words"), [(KeyboardInterrupt, "stopped; nothing was written.\n"), (OSError, "")])

@@ -48,13 +48,18 @@ def failing_politely(out: Path | None = None, *, is_quiet: Callable[[], bool] = 
     except KeyboardInterrupt:
         if is_quiet():
             raise typer.Exit(1) from None
-        where = None if out is None else out.resolve()
-        partial_folder = None if where is None else where.parent / f"{where.name}.partial"
-        if partial_folder is not None and partial_folder.exists():
-            say(
-                f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",
-                console=err_console,
-            )
-        else:
-            say("stopped; nothing was written.", console=err_console)
+        say_stopped(out)
         raise typer.Exit(1) from None
+
+
+def say_stopped(out: Path | None = None) -> None:
+    """Tell who has stopped a run that writes to `out` what is left of it."""
+    where = None if out is None else out.resolve()
+    partial_folder = None if where is None else where.parent / f"{where.name}.partial"
+    if partial_folder is not None and partial_folder.exists():
+        say(
+            f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",
+            console=err_console,
+        )
+    else:
+        say("stopped; nothing was written.", console=err_console)
