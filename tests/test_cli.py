@@ -109,6 +109,19 @@ MISTAKES = [
         ("--scheme", "W4A16", "--dtype", "float33"),
         "dtype: there is no 'float33'. Did you mean 'float32'? Use auto, float32, bfloat16, float16.",
     ),
+    (
+        ("--scheme", "W4A16", "--quality", "BEST"),
+        "there is no quality 'BEST'. Did you mean 'best'? Use fast, balanced, best.",
+    ),
+    (("--scheme", "W4A16", "--quality", ""), "there is no quality ''. Use fast, balanced, best."),
+    (
+        ("--scheme", "W4A16", "--data", "two words"),
+        "data: 'two words' is neither a file nor a dataset. Give texts as a list of them.",
+    ),
+    (
+        ("--scheme", "W4A16", "--data", "texts.jsonl", "--tokenizer", "ids.jsonl"),
+        "ids.jsonl: is a file. Give the folder of a tokenizer, or its name on the hub.",
+    ),
     ((), "give either --scheme or --recipe."),
     (("--recipe", "nowhere.yaml", "--scheme", "W4A16"), "give either --scheme or --recipe."),
     (
@@ -162,6 +175,7 @@ def test_mistakes_are_one_line_and_exit_code_2_before_any_work(
 ):
     monkeypatch.chdir(tmp_path_factory.mktemp("data"))
     Path("ids.jsonl").write_text('{"input_ids": [1, 2, 3]}')
+    Path("texts.jsonl").write_text('{"text": "Once upon a time."}')
     out = ("--out", tmp_path / "out") if command == "quantize" else ()
     assert error_of(command, model, *out, *words) == expected
     assert list(tmp_path.iterdir()) == []
@@ -255,9 +269,10 @@ def test_a_plan_tells_how_little_data_there_is_and_reckons_with_that(model, tmp_
 
 
 def test_a_plan_tells_of_options_that_no_data_is_there_for(model, tmp_path):
-    words = (model, "--scheme", "W8A16", "--seq-len", 64, "--column", "text")
+    words = (model, "--scheme", "W8A16", "--seq-len", 64, "--column", "text", "--split", "test")
     done = json.loads(run("quantize", *words, "--out", tmp_path / "out", "--json"))
-    assert json.loads(run("plan", *words, "--json"))["notes"] == done["notes"] != []
+    expected = "max_seq_length, column, split: there is no data to use it for. Give some, or leave it out."
+    assert json.loads(run("plan", *words, "--json"))["notes"] == done["notes"] == [expected]
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
@@ -639,6 +654,23 @@ def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
         for length in (32, 64, 4096)
     }
     assert memory[32] < memory[64] == memory[4096], "the model has 64 positions"
+
+
+def test_a_plan_for_a_budget_tells_what_is_chosen(model, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(IDS))
+    words = ("plan", model, "--bits", 5, "--schemes", "W4A16,W8A16", "--data", ids)
+    told = run(*words)
+    found = json.loads(run(*words, "--json"))["chosen"]
+    assert found["bits"] <= 5 and set(found["schemes"].values()) == {"W4A16", "W8A16"}
+    assert f"\n{found['bits']:.3f} bits for each weight (W4A16 for " in told
+
+
+def test_a_folder_of_data_is_read_without_a_word(model, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"input_ids": each}) for each in IDS))
+    words = ("plan", model, "--scheme", "W8A8", "--data", tmp_path / "texts")
+    assert "data       8 samples, 192 tokens\n" in run(*words)
 
 
 # ---- what a user sees ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import bytes_after, largest_block, make_plans
-from scalewright.calibration.sources import DataOptions
+from scalewright.calibration.sources import DataOptions, other_split
 from scalewright.checkpoint.loading import (
     check_dtype,
     empty_model,
@@ -136,7 +136,10 @@ def plan_of(
     gatherings = plan_gatherings(built, stages, plans, files=files, **asked)
     told = [each.notes for each in gatherings] + [plan.notes for plan in plans]
     for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
-    idle: dict[str, Any] = {"blocks": sequential_targets, "for_data": None if will_have else for_data}
+    idle: dict[str, Any] = {
+        "blocks": sequential_targets,
+        "for_data": None if will_have else for_data | other_split(split),
+    }
     told.append(notes_on_idle(plans, gatherings, has_data=has_data, **idle))
     tokens_per_batch = min(plan.tokens_per_batch() for plan in plans)
     samples = None

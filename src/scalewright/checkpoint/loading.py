@@ -71,7 +71,7 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         reason = "it has no values" if torch.empty(0, device=device).is_meta else None
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")  # torch goes on about its own build
     if reason is not None:
         raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.")
 
@@ -184,6 +184,8 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
         name = getattr(getattr(name, "config", None), "_name_or_path", None)
     if not name:
         return []
+    if tokenizer is not None and os.path.isfile(tokenizer):
+        raise ModelError(f"{tokenizer}: is a file. Give the folder of a tokenizer, or its name on the hub.")
     with hub_asked_once(name) as reason:
         for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
             with suppress(Exception):  # files of strangers make each reader fail in its own way

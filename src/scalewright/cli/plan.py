@@ -64,13 +64,15 @@ def plan(
             **asked,
         )
     if as_json:
-        print(json.dumps(planned.to_dict()))
+        print(json.dumps({**planned.to_dict(), **({} if allocation is None else {"chosen": allocation.to_dict()})}))
         return
     table = new_table(f"{job.model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
     for row in planned.groups:
         table.add_row(row.example, str(row.count), row.weights, row.activations, row.observers, f"{row.bits:.2f}")
     show_table(table)
     tell(planned.notes)
+    if allocation is not None:
+        say(allocation.summary())
     for line in planned.summary():
         say(line)
 
