@@ -789,6 +789,28 @@ def test_home_is_not_a_folder_of_that_name(words, model, tmp_path, monkeypatch):
     assert (tmp_path / "home" / "mine" / "config.json").is_file()
 
 
+def test_an_output_without_the_letters_does_not_end_a_command(model, tmp_path, monkeypatch):
+    out, screen = tmp_path / "ü\udcff", io.BytesIO()
+    run("quantize", model, "--scheme", "W8A16", "--out", out, "--json")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["scalewright", "verify", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert screen.getvalue().endswith(rb"\xfc\udcff: 49 tensors, 14 quantised layers, no problem found." + b"\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_is_full_is_an_error_in_words():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "scalewright", "--version"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr.replace("\n", " ")) == (
+        1,
+        "error the output cannot be written (No space left on device). Make room, or send it somewhere else. ",
+    )
+
+
 def test_the_version_is_told():
     assert run("--version") == f"scalewright {version('scalewright')}\n"
 
