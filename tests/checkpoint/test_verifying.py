@@ -854,6 +854,25 @@ def test_a_tensor_that_is_not_what_was_written_is_found_without_the_original(goo
     assert len(problems_of(out)) == 2
 
 
+def test_the_original_may_be_a_name_on_the_hub(good, tmp_path, monkeypatch):
+    out, model = good("W4A16")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert verify_error(out, "someone/tiny") == "someone/tiny: there is no such folder."
+    cached = tmp_path / "cache" / "models--someone--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    copied(model, cached / "snapshots" / ("0" * 40))
+    assert verify_checkpoint(out, against="someone/tiny") == []
+    tensors(lambda found: found[NORM].mul_(2))(cached / "snapshots" / ("0" * 40))
+    assert [each.where for each in verify_checkpoint(out, against="someone/tiny")] == [NORM]
+
+
+def verify_error(out: Path, against: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        verify_checkpoint(out, against=against)
+    return str(caught.value)
+
+
 def test_another_model_is_not_the_original(good, tmp_path):
     other = save_model(tmp_path / "other", initializer_range=0.3)
     found = problems_of(good("W4A16")[0], other)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 _SECONDS = 10.0
@@ -30,6 +30,14 @@ def hub_asked_once(name: str | Path, *, file: str = "config.json", kind: str = "
         for each in switches if reason is not None else ():
             stack.enter_context(patch.object(each, "HF_HUB_OFFLINE", True))
         yield reason
+
+
+def folder_in_cache(name: str) -> Path | None:
+    """The folder in the hub's cache that has the model of that name; None if there is none. The hub is not asked."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # it is not there; it can be no name
+        return None
 
 
 def _out_of_reach(name: str, file: str, kind: str) -> str | None:

@@ -281,7 +281,9 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise DataError(f"{path.name}: is not text in UTF-8. Use {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}.")
+        raise DataError(
+            f"{path.name}: is not text in UTF-8. Save it so, as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}."
+        )
     return text
 
 

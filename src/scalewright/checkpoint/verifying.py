@@ -19,6 +19,7 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
 
+from scalewright.calibration.hub import folder_in_cache
 from scalewright.checkpoint.folder import (
     CONFIG,
     RECORD,
@@ -67,8 +68,8 @@ class Verification:
 def verify_checkpoint(folder: str | Path, *, against: str | Path | None = None) -> list[Problem]:
     """All that is wrong with a checkpoint; nothing, if all is well.
 
-    `against` is the folder of the model that it was made of: weights are then compared with it, too. A folder that is
-    no quantised checkpoint at all is an error.
+    `against` is the folder of the model that it was made of, or its name on the hub if it is in the cache: weights are
+    then compared with it, too. A folder that is no quantised checkpoint at all is an error.
     """
     return examine(folder, against=against).problems
 
@@ -363,7 +364,7 @@ class _Original:
 
 
 def _original(path: Path) -> _Original:
-    folder = read_folder(path)
+    folder = read_folder(path if path.is_dir() else folder_in_cache(str(path)) or path)
     if folder.problems:
         raise ModelError(f"{path}: cannot be compared with. {folder.problems[0]}")
     config = folder.json(CONFIG) or {}
