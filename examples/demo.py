@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from scalewright import Result, evaluate, oneshot
+from scalewright import Result, ScalewrightError, evaluate, oneshot
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.tables import layers_table, show_table
 from scalewright.evaluation import Evaluation
@@ -164,4 +165,7 @@ def shortest(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ScalewrightError as error:
+        sys.exit(f"error {error}")

@@ -139,6 +139,12 @@ def test_the_demo_asks_for_texts_with_another_model(
     assert "Give --calibration and --held-out, too." in capsys.readouterr().err
 
 
+def test_a_mistake_in_the_demo_is_one_line(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path / "out"), "--scheme", "W4A17"])
+    with pytest.raises(SystemExit, match=r"error there is no scheme 'W4A17'\. Did you mean 'W4A16'\?"):
+        runpy.run_path(str(examples / "demo.py"), run_name="__main__")
+
+
 def test_the_demo_model_is_small_and_trained(examples: Path) -> None:
     from python_text import held_out_texts
 
