@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from scalewright import Result, evaluate, oneshot
+from scalewright import Result, ScalewrightError, evaluate, oneshot
 from scalewright.cli.progress import progress_shown
 from scalewright.cli.tables import layers_table, show_table
 from scalewright.evaluation import Evaluation
+from scalewright.quality import recipe_for
 from scalewright.report.page import write_report
 
 HERE = Path(__file__).resolve().parent
@@ -57,18 +59,21 @@ def main() -> None:
     runs: dict[str, tuple[Result, Evaluation]] = {}
     for quality in QUALITIES:
         folder = options.out / f"{options.scheme}-{quality}"
+        with_data = {
+            "dataset": calibration,
+            "num_calibration_samples": options.samples,
+            "max_seq_length": LENGTH,
+        }
         with progress_shown(quiet=not console.is_terminal) as on_step:
             result = oneshot(
                 options.model,
                 scheme=options.scheme,
                 quality=quality,
-                dataset=calibration,
-                num_calibration_samples=options.samples,
-                max_seq_length=LENGTH,
                 output_dir=folder,
                 overwrite=True,
                 restart=True,
                 on_step=on_step,
+                **(with_data if quality != "fast" or needs_data(options.scheme) else {}),
             )
         runs[quality] = (
             result,
@@ -85,9 +90,11 @@ def main() -> None:
 
     best, measured = runs["best"]
     report = write_report(best.output_dir, seconds=best.seconds, evaluation=measured.to_dict())
+    console.print("[bold]layer by layer[/]  what `best` has made of them")
     show_table(layers_table(best.to_dict()["layers"]), console)
     for note in dict.fromkeys(note for result, _ in runs.values() for note in result.notes):
-        console.print(f"[yellow]note[/] {escape(note)}")
+        named = ", ".join(quality for quality, (result, _) in runs.items() if note in result.notes)
+        console.print(f"[yellow]note[/] ({named}) {escape(note)}")
     console.print(qualities_table(options.scheme, runs, size_of(options.model)))
     said = "it babbles" if measured.babbles else "it writes as the original does"
     console.print(f"[bold]in its own words[/]  200 tokens after each of some beginnings: {said}")
@@ -104,11 +111,12 @@ def main() -> None:
 
 def qualities_table(scheme: str, runs: dict[str, tuple[Result, Evaluation]], size_before: int) -> Table:
     """What each quality has lost, and how long it took."""
-    table = Table(title=f"{scheme} in three qualities", title_justify="left", box=box.SIMPLE_HEAD)
+    first = next(iter(runs.values()))[1]
+    title = f"{scheme} in three qualities, judged by {first.num_tokens:,} tokens of the other texts"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("quality")
     for name in ("perplexity", "KL to the original", "same first choice", "size", "seconds"):
         table.add_column(name, justify="right")
-    first = next(iter(runs.values()))[1]
     table.add_row("as it was", f"{first.original_perplexity.value:.3f}", "", "", f"{size_before / 1e6:.2f} MB", "")
     for quality, (result, found) in runs.items():
         table.add_row(
@@ -131,8 +139,14 @@ def describe(folder: Path) -> str:
     perplexity = learned["perplexity"]
     return (
         f"{escape(folder.name)}, {learned['parameters'] / 1e6:.1f} M parameters; perplexity "
-        f"{perplexity['trained']:.1f} on pages it has not seen, {perplexity['frequencies']:.0f} by frequencies alone"
+        f"{perplexity['trained']:.1f} on pages it has not seen ({perplexity['frequencies']:.0f}, if it knew no more "
+        "than how frequent tokens are)"
     )
+
+
+def needs_data(scheme: str) -> bool:
+    """Whether even the fastest recipe for a scheme looks at data."""
+    return any(modifier.data == "needed" for modifier in recipe_for("fast", scheme).modifiers)
 
 
 def read(file: Path) -> list[str]:
@@ -151,4 +165,7 @@ def shortest(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ScalewrightError as error:
+        sys.exit(f"error {error}")

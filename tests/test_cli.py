@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from command_line import error_of, invoke, run
-from scalewright.cli import app
+from scalewright.cli import app, main
 from scalewright.cli import progress as shown_progress
 from scalewright.importance import gather_importance
 from scalewright.modifiers.layers import WatchedLayer
@@ -108,6 +109,19 @@ MISTAKES = [
         ("--scheme", "W4A16", "--dtype", "float33"),
         "dtype: there is no 'float33'. Did you mean 'float32'? Use auto, float32, bfloat16, float16.",
     ),
+    (
+        ("--scheme", "W4A16", "--quality", "BEST"),
+        "there is no quality 'BEST'. Did you mean 'best'? Use fast, balanced, best.",
+    ),
+    (("--scheme", "W4A16", "--quality", ""), "there is no quality ''. Use fast, balanced, best."),
+    (
+        ("--scheme", "W4A16", "--data", "two words"),
+        "data: 'two words' is neither a file nor a dataset. Give texts as a list of them.",
+    ),
+    (
+        ("--scheme", "W4A16", "--data", "texts.jsonl", "--tokenizer", "ids.jsonl"),
+        "ids.jsonl: is a file. Give the folder of a tokenizer, or its name on the hub.",
+    ),
     ((), "give either --scheme or --recipe."),
     (("--recipe", "nowhere.yaml", "--scheme", "W4A16"), "give either --scheme or --recipe."),
     (
@@ -161,6 +175,7 @@ def test_mistakes_are_one_line_and_exit_code_2_before_any_work(
 ):
     monkeypatch.chdir(tmp_path_factory.mktemp("data"))
     Path("ids.jsonl").write_text('{"input_ids": [1, 2, 3]}')
+    Path("texts.jsonl").write_text('{"text": "Once upon a time."}')
     out = ("--out", tmp_path / "out") if command == "quantize" else ()
     assert error_of(command, model, *out, *words) == expected
     assert list(tmp_path.iterdir()) == []
@@ -192,7 +207,10 @@ def test_text_for_which_there_is_no_tokenizer(model, tmp_path):
     words = ("quantize", model, "--scheme", "FP8", "--data", tmp_path / "calib.txt", "--out", tmp_path / "out")
     assert error_of(*words) == "data: there is text in it, and no tokenizer. Give a tokenizer, or token ids."
     nowhere = error_of(*words, "--tokenizer", tmp_path / "nowhere")
-    assert nowhere == f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded."
+    assert nowhere == (
+        f"{tmp_path / 'nowhere'}: there is no tokenizer that could be loaded. Give the folder of a tokenizer, or its "
+        "name on the hub."
+    )
 
 
 def test_what_is_wrong_with_data_is_said(model, tmp_path):
@@ -212,6 +230,49 @@ def test_what_is_wrong_with_data_is_said(model, tmp_path):
         "ids.jsonl: there is no column 'input_idz'. Did you mean 'input_ids'? Columns: input_ids. "
         "Name one of them as column."
     )
+
+
+BAD_DATA = {
+    "nothing": "",
+    "no JSON": "{",
+    "a mix": '{"input_ids": [1, 2]}\n{"text": "once"}',
+    "no column": '{"story": [1, 2]}',
+    "text without a tokenizer": '{"text": "once"}',
+    "outside the vocabulary": '{"input_ids": [1, 2, 96]}',
+}
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("what", BAD_DATA)
+def test_a_plan_says_of_data_what_a_run_would(model, tmp_path, what):
+    file = tmp_path / "ids.jsonl"
+    file.write_text(BAD_DATA[what])
+    words = (model, "--scheme", "W4A16", "--data", file)
+    assert error_of("plan", *words) == error_of("quantize", *words, "--out", tmp_path / "out")
+
+
+def test_a_plan_tells_how_little_data_there_is_and_reckons_with_that(model, tmp_path):
+    file = tmp_path / "ids.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": list(range(32))}) for _ in range(3)))
+    words = (model, "--scheme", "W8A8", "--data", file)
+    shown = run("plan", *words)
+    assert f"note {file.name}: 512 samples were asked for, and there are 3.\n" in shown
+    assert f"note {file.name}: 96 tokens are little to calibrate with; " in shown
+    assert "data       3 samples, 96 tokens\n" in shown
+    planned, done = (
+        json.loads(run(command, *words, "--json", *more))
+        for command, more in (("plan", ()), ("quantize", ("--out", tmp_path / "out")))
+    )
+    assert planned["notes"] == done["notes"]
+    assert [planned[each] for each in ("num_samples", "num_tokens")] == [3, 96]
+    assert error_of("plan", *words, "--strict") == planned["notes"][0]
+
+
+def test_a_plan_tells_of_options_that_no_data_is_there_for(model, tmp_path):
+    words = (model, "--scheme", "W8A16", "--seq-len", 64, "--column", "text", "--split", "test")
+    done = json.loads(run("quantize", *words, "--out", tmp_path / "out", "--json"))
+    expected = "max_seq_length, column, split: there is no data to use it for. Give some, or leave it out."
+    assert json.loads(run("plan", *words, "--json"))["notes"] == done["notes"] == [expected]
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
@@ -576,7 +637,7 @@ def test_samples_are_packed_if_asked_for(model, data, tmp_path):
 
 def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("some.txt").write_text("it is there, and not read")
+    Path("ids.json").write_text(json.dumps([list(range(80))] * 512))
     monkeypatch.setattr("scalewright.costs.process_bytes", lambda: 0)
 
     def found(*words):
@@ -585,14 +646,31 @@ def test_a_plan_depends_on_what_it_is_told(model, tmp_path, monkeypatch):
     plain = found("--samples", 4096)
     assert found("--samples", 4096, "--dtype", "bfloat16")["bytes_before"] * 2 == plain["bytes_before"]
     assert found("--samples", 4096, "--batch-size", 4096)["peak_bytes"] > plain["peak_bytes"]
-    blocks = ("--pipeline", "sequential", "--data", "some.txt", "--sequential-targets")
+    blocks = ("--pipeline", "sequential", "--data", "ids.json", "--sequential-targets")
     assert found(*blocks, "LlamaMLP", "--sequential-targets", "LlamaAttention")["blocks"] == 4
     assert found(*blocks, "LlamaDecoderLayer")["blocks"] == 2
     memory = {
-        length: found("--pipeline", "sequential", "--data", "some.txt", "--seq-len", length)["peak_bytes"]
+        length: found("--pipeline", "sequential", "--data", "ids.json", "--seq-len", length)["peak_bytes"]
         for length in (32, 64, 4096)
     }
     assert memory[32] < memory[64] == memory[4096], "the model has 64 positions"
+
+
+def test_a_plan_for_a_budget_tells_what_is_chosen(model, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(IDS))
+    words = ("plan", model, "--bits", 5, "--schemes", "W4A16,W8A16", "--data", ids)
+    told = run(*words)
+    found = json.loads(run(*words, "--json"))["chosen"]
+    assert found["bits"] <= 5 and set(found["schemes"].values()) == {"W4A16", "W8A16"}
+    assert f"\n{found['bits']:.3f} bits for each weight (W4A16 for " in told
+
+
+def test_a_folder_of_data_is_read_without_a_word(model, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"input_ids": each}) for each in IDS))
+    words = ("plan", model, "--scheme", "W8A8", "--data", tmp_path / "texts")
+    assert "data       8 samples, 192 tokens\n" in run(*words)
 
 
 # ---- what a user sees ------------------------------------------------------------------------------------------------
@@ -686,6 +764,55 @@ def test_who_stops_a_run_is_told_how_to_go_on(model, tmp_path, monkeypatch):
     )
     run(*words)
     assert out.is_dir() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_command_that_is_stopped_while_it_gets_ready_has_no_traceback(monkeypatch, capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scalewright.modifiers.schemes.scheme_rows", stop)
+    monkeypatch.setattr(sys, "argv", ["scalewright", "schemes"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr()) == (1, ("", "stopped; nothing was written.\n"))
+
+
+@pytest.mark.parametrize("words", [("--out", "~/mine"), ("--out=~/mine",)])
+def test_home_is_not_a_folder_of_that_name(words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "argv", ["scalewright", "quantize", str(model), "--scheme", "W8A16", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / "mine" / "config.json").is_file()
+
+
+def test_an_output_without_the_letters_does_not_end_a_command(model, tmp_path, monkeypatch):
+    out, screen = tmp_path / "ü\udcff", io.BytesIO()
+    run("quantize", model, "--scheme", "W8A16", "--out", out, "--json")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["scalewright", "verify", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert screen.getvalue().endswith(rb"\xfc\udcff: 49 tensors, 14 quantised layers, no problem found." + b"\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_is_full_is_an_error_in_words():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "scalewright", "--version"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr.replace("\n", " ")) == (
+        1,
+        "error the output cannot be written (No space left on device). Make room, or send it somewhere else. ",
+    )
+
+
+def test_the_version_is_told():
+    assert run("--version") == f"scalewright {version('scalewright')}\n"
 
 
 @pytest.mark.parametrize(("error", "words"), [(KeyboardInterrupt, "stopped; nothing was written.\n"), (OSError, "")])

@@ -119,6 +119,8 @@ def test_the_demo(
     assert_has(
         printed, ("demo_model", "model.layers.0.self_attn.q_proj", "where to look", "out/W4A16-best/report.html")
     )
+    notes = re.findall(r"^note .*", printed, re.MULTILINE)
+    assert len(notes) == 1 and re.match(r"note \(balanced, best\) data: \d+ tokens are little to", notes[0])
     figures = re.findall(
         r"^ +(fast|balanced|best) +([\d.]+) +([\d.]+) ± [\d.]+ +[\d.]+% +[\d.]+ MB", printed, re.MULTILINE
     )
@@ -135,6 +137,12 @@ def test_the_demo_asks_for_texts_with_another_model(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(examples / "demo.py"), run_name="__main__")
     assert "Give --calibration and --held-out, too." in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_demo_is_one_line(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path / "out"), "--scheme", "W4A17"])
+    with pytest.raises(SystemExit, match=r"error there is no scheme 'W4A17'\. Did you mean 'W4A16'\?"):
+        runpy.run_path(str(examples / "demo.py"), run_name="__main__")
 
 
 def test_the_demo_model_is_small_and_trained(examples: Path) -> None:

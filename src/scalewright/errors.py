@@ -122,5 +122,6 @@ class StrictError(ScalewrightError, ValueError):
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A sentence that names the nearest of the `known` names, with a space before it; empty when none is near."""
-    close = get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    in_small_letters = {each.lower(): each for each in known}
+    close = get_close_matches(str(name).lower(), in_small_letters, n=1)
+    return f" Did you mean '{in_small_letters[close[0]]}'?" if close else ""

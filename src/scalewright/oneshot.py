@@ -22,7 +22,7 @@ from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, ru
 from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
 from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom
-from scalewright.calibration.sources import DataOptions, check_file, check_seed
+from scalewright.calibration.sources import DataOptions, check_file, check_seed, other_split
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
@@ -231,7 +231,11 @@ def oneshot(
     for plan, gathering in zip(plans, gatherings, strict=True):
         notes.add([*gathering.notes, *plan.notes])
     for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
-    notes.add(notes_on_idle(plans, gatherings, has_data=has_data, blocks=sequential_targets, for_data=for_data))
+    notes.add(
+        notes_on_idle(
+            plans, gatherings, has_data=has_data, blocks=sequential_targets, for_data=for_data | other_split(split)
+        )
+    )
     options = DataOptions(
         num_calibration_samples,
         sequence_length(loaded, max_seq_length),

@@ -1,11 +1,13 @@
 """What `oneshot` would do, without doing it: layers, observers, pipeline, size, memory, time.
 
-The model is built without its weights. What it would take is reckoned in `costs`.
+The model is built without its weights, and data is looked at as far as a run would take it: whatever a run would say no
+to is said here. What it would take is reckoned in `costs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, without_gatherers
+from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
 from scalewright.calibration.plan import bytes_after, largest_block, make_plans
-from scalewright.checkpoint.loading import check_dtype, empty_model, positions_of
+from scalewright.calibration.sources import DataOptions, other_split
+from scalewright.checkpoint.loading import (
+    check_dtype,
+    empty_model,
+    load_companions,
+    positions_of,
+    samples_for,
+    sequence_length,
+)
 from scalewright.checkpoint.mapped import can_map
 from scalewright.checkpoint.memory import in_bytes, in_units, room_for_activations
 from scalewright.costs import Rates, Run, peak_bytes, seconds, spilt_bytes
@@ -61,6 +71,9 @@ class PlanReport:
     seconds: float
     shared_seconds: float
     """Of the work that ranks share, as long as one of them takes for it."""
+    num_samples: int | None = None
+    """Of the data, where it was looked at; so, too, its tokens."""
+    num_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -68,8 +81,10 @@ class PlanReport:
 
     def summary(self) -> list[str]:
         """The rest of the plan in a few lines."""
+        data = [] if self.num_samples is None else [f"data       {_data(self.num_samples, self.num_tokens or 0)}"]
         return [
             f"pipeline   {self.pipeline}: {self.why}",
+            *data,
             f"weights    {self.bits_per_weight:.2f} bits each in these layers; {_count(self.ignored)} ignored",
             f"size       {in_units(self.bytes_before)} now, about {in_units(self.bytes_after)} then; "
             f"{in_units(self.disk_bytes)} of disk on the way",
@@ -83,9 +98,15 @@ def plan_of(
     recipe: Any,
     *,
     has_data: bool = False,
+    dataset: str | Path | None = None,
     num_samples: int = 512,
     max_seq_length: int | None = None,
     batch_size: int | None = None,
+    column: str | None = None,
+    pack: bool | None = None,
+    split: str = "train",
+    seed: int = 0,
+    tokenizer: Any = None,
     pipeline: str = "auto",
     sequential_targets: str | Sequence[str] | None = None,
     dtype: str = "auto",
@@ -96,7 +117,8 @@ def plan_of(
 ) -> PlanReport:
     """The plan for a model, given by its path, hub name, or as an object (which is not changed if it is on meta).
 
-    Time is that of `num_ranks` ranks, each as fast as this process; memory is that of one of them.
+    Time is that of `num_ranks` ranks, each as fast as this process; memory is that of one of them. `has_data` stands
+    for data that will be given later; a `dataset` that is a file or a folder is read, one on the hub is not fetched.
     """
     parsed = Recipe.of(recipe)
     check_pipeline(pipeline)
@@ -106,19 +128,34 @@ def plan_of(
     if dtype != "auto":
         built.to(getattr(torch, dtype))
     length = min(max_seq_length or _LENGTH, positions_of(built) or _LENGTH)
-    num_tokens = num_samples * length
     # Where data is needed it will be given; where it is only useful it may be.
     stages = [stage.modifiers for stage in parsed.stages]
-    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data or any(map(_needs_data, parsed.modifiers))}
+    has_data, will_have = has_data or dataset is not None, any(map(_needs_data, parsed.modifiers))
+    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data or will_have}
     plans = make_plans(built, without_gatherers(stages), blocks=sequential_targets, **asked)
     gatherings = plan_gatherings(built, stages, plans, files=files, **asked)
     told = [each.notes for each in gatherings] + [plan.notes for plan in plans]
-    told.append(notes_on_idle(plans, gatherings, has_data=has_data, blocks=sequential_targets))
+    for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
+    idle: dict[str, Any] = {
+        "blocks": sequential_targets,
+        "for_data": None if will_have else for_data | other_split(split),
+    }
+    told.append(notes_on_idle(plans, gatherings, has_data=has_data, **idle))
+    tokens_per_batch = min(plan.tokens_per_batch() for plan in plans)
+    samples = None
+    if dataset is not None and os.path.exists(dataset) and runs_data(plans, gatherings):
+        cut = sequence_length(built, max_seq_length)
+        options = DataOptions(num_samples, cut, batch_size, column, pack, split, seed, tokens_per_batch)
+        companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
+        samples = samples_for(built, dataset, options, companions)
+        told.append(samples.notes)
     notes = list(dict.fromkeys(note for some in told for note in some))
     if strict and notes:
         raise StrictError(notes[0])
     layers = [layer for plan in plans for layer in plan.layers]
-    batch_tokens = length * (batch_size or max(1, min(plan.tokens_per_batch() for plan in plans) // length))
+    num_tokens, batch_tokens = num_samples * length, length * (batch_size or max(1, tokens_per_batch // length))
+    if samples is not None:
+        num_tokens, batch_tokens = samples.num_tokens, max(map(_tokens_in, samples.batches))
     kinds: dict[str, list[WatchedLayer]] = {}
     for layer in layers:
         kinds.setdefault(repr((layer.scheme.weights, layer.scheme.input_activations)), []).append(layer)
@@ -151,6 +188,8 @@ def plan_of(
         peak_bytes(run),
         shared / num_ranks + own,
         shared,
+        None if samples is None else samples.num_samples,
+        None if samples is None else samples.num_tokens,
     )
 
 
@@ -187,6 +226,16 @@ def _hidden_size(model: nn.Module) -> int:
     config = getattr(model, "config", None)
     find = (getattr(each, "hidden_size", 0) for each in (config, getattr(config, "text_config", None)))
     return next((int(each) for each in find if each), 0)
+
+
+def _tokens_in(batch: Mapping[str, Any]) -> int:
+    """Of a batch, padding included."""
+    ids = batch.get("input_ids")
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def _data(num_samples: int, num_tokens: int) -> str:
+    return f"{num_samples:,} {'sample' if num_samples == 1 else 'samples'}, {num_tokens:,} tokens"
 
 
 def _count(names: Sequence[str]) -> str:

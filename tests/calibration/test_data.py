@@ -907,7 +907,9 @@ def test_a_file_that_cannot_be_opened_is_said(tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", b"w1\x00w2", "wörter".encode("latin-1")])
 def test_a_binary_file_is_said(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    assert error(tmp_path / name) == f"{name}: is not text in UTF-8. Use .txt, .jsonl, .json, .csv or .parquet."
+    assert (
+        error(tmp_path / name) == f"{name}: is not text in UTF-8. Save it so, as .txt, .jsonl, .json, .csv or .parquet."
+    )
 
 
 def test_broken_json_is_said_with_its_line(tmp_path):

@@ -152,6 +152,15 @@ def raw(change: Callable[[bytes], bytes], file: str = WEIGHTS) -> Callable[[Path
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
 
 
+def write(file: str, text: str) -> Callable[[Path], None]:
+    """A file has another text."""
+
+    def run(folder: Path) -> None:
+        (folder / file).write_text(text)
+
+    return run
+
+
 def sharded(folder: Path) -> None:
     """The same tensors in several files, with an index."""
     whole = (folder / WEIGHTS).rename(folder / "all.safetensors")

@@ -31,6 +31,7 @@ from breaking import (
     tensors,
     then,
     with_json,
+    write,
 )
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
@@ -472,6 +473,31 @@ BROKEN = {
         1,
         "config.json: says that quantization_status is 'frozen', and not 'compressed'.",
     ),
+    "no method": (
+        "W4A16",
+        config(lambda found: found["quantization_config"].pop("quant_method")),
+        1,
+        "config.json: has no quant_method in its quantization_config, so loaders do not know who reads it.",
+    ),
+    "zeros that are said to be left out": (
+        "W4A16",
+        config(lambda found: found["quantization_config"].update(sparsity_config={"format": "sparse-24-bitmask"})),
+        1,
+        "config.json: says that zeros are left out (sparse-24-bitmask), and no tensor tells where they were.",
+    ),
+    "another kind of model": (
+        "W4A16",
+        config(lambda found: found.update(model_type="gpt2")),
+        1,
+        "config.json: no model can be built of it (LlamaForCausalLM is no model of the type 'gpt2').",
+    ),
+    "a tokenizer that is cut": ("W4A16", write("tokenizer.json", '{"model": '), 1, "tokenizer.json: is no JSON (…)."),
+    "settings of a tokenizer that are none": (
+        "W4A16",
+        write("tokenizer_config.json", "[]"),
+        1,
+        "tokenizer_config.json: is no JSON object.",
+    ),
     "a strategy that there is not": (
         "W4A16",
         scheme(lambda group: group["weights"].update(strategy="sideways")),
@@ -828,6 +854,25 @@ def test_a_tensor_that_is_not_what_was_written_is_found_without_the_original(goo
     assert len(problems_of(out)) == 2
 
 
+def test_the_original_may_be_a_name_on_the_hub(good, tmp_path, monkeypatch):
+    out, model = good("W4A16")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert verify_error(out, "someone/tiny") == "someone/tiny: there is no such folder."
+    cached = tmp_path / "cache" / "models--someone--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    copied(model, cached / "snapshots" / ("0" * 40))
+    assert verify_checkpoint(out, against="someone/tiny") == []
+    tensors(lambda found: found[NORM].mul_(2))(cached / "snapshots" / ("0" * 40))
+    assert [each.where for each in verify_checkpoint(out, against="someone/tiny")] == [NORM]
+
+
+def verify_error(out: Path, against: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        verify_checkpoint(out, against=against)
+    return str(caught.value)
+
+
 def test_another_model_is_not_the_original(good, tmp_path):
     other = save_model(tmp_path / "other", initializer_range=0.3)
     found = problems_of(good("W4A16")[0], other)
@@ -984,6 +1029,15 @@ def test_what_is_no_checkpoint_is_an_error(good, tmp_path):
         (other, "is quantised by 'gptq', and only compressed-tensors can be verified."),
     ):
         assert invoke(folder, code=2).replace("\n", "") == f"error {folder}: {words}".replace("\n", "")
+
+
+def test_transforms_are_not_verified_and_that_is_said(good, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    config(lambda found: found["quantization_config"].update(transform_config={"config_groups": {}}))(out)
+    assert examine(out).notes == []
+    rotation = {"type": "hadamard", "apply": []}
+    config(lambda found: found["quantization_config"].update(transform_config={"config_groups": {"u": rotation}}))(out)
+    assert examine(out).notes == ["config.json: has a transform_config; what it does to the model is not verified."]
 
 
 def test_names_are_shown_as_they_are_and_cannot_play_tricks():

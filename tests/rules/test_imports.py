@@ -206,3 +206,26 @@ def test_importing_the_package_brings_in_nothing_heavy() -> None:
     program = f"import sys, scalewright; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_command_line_is_there_before_torch() -> None:
+    """`--help` comes at once, and whoever stops a command while torch is imported sees no traceback."""
+    program = "import sys, scalewright.cli; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_public_name_means_the_same_whichever_module_comes_first() -> None:
+    program = """
+import scalewright.oneshot, scalewright.observing
+from scalewright import oneshot, observe
+from scalewright.oneshot import oneshot as first
+assert oneshot is first is scalewright.oneshot and callable(observe)
+assert set(scalewright.__all__) <= set(dir(scalewright))
+try:
+    scalewright.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "module 'scalewright' has no attribute 'nothing'"), done.stderr

@@ -9,9 +9,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, islice
@@ -20,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import logging as hub_logging
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from scalewright.calibration.hub import hub_asked_once
 from scalewright.errors import DataError, did_you_mean
 
 _SPLIT = "train"
@@ -117,12 +122,16 @@ def open_source(dataset: Any, options: DataOptions) -> Source:
 
 
 def check_file(dataset: Any) -> None:
-    """Say no to the name of a file that is not there."""
+    """Say no to the name of a file that is not there, and to what is no name at all."""
     if not isinstance(dataset, str | Path) or os.path.exists(dataset):
         return
     is_file = Path(dataset).suffix.lower() in _SUFFIXES or str(dataset).startswith(("/", "./", "../", "~"))
     if is_file or isinstance(dataset, Path):
         raise _no_file(Path(dataset))
+    if not _HUB_NAME.fullmatch(dataset):
+        raise DataError(
+            f"data: {listed([repr(dataset)])} is neither a file nor a dataset. Give texts as a list of them."
+        )
 
 
 def _from_memory(name: str, data: Any, options: DataOptions) -> Source:
@@ -258,8 +267,12 @@ def _from_file(path: Path, options: DataOptions) -> Source:
 
 
 def _no_file(path: Path) -> DataError:
-    beside = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
-    return DataError(f"{path}: there is no such file.{did_you_mean(path.name, beside)}")
+    return DataError(f"{path}: there is no such file.{_nearest_file(path)}")
+
+
+def _nearest_file(path: Path) -> str:
+    """A sentence that names the file beside it whose name is nearest, if one is near."""
+    return did_you_mean(path.name, os.listdir(path.parent) if os.access(path.parent, os.R_OK) else [])
 
 
 def _text(path: Path) -> str:
@@ -268,7 +281,9 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise DataError(f"{path.name}: is not text in UTF-8. Use {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}.")
+        raise DataError(
+            f"{path.name}: is not text in UTF-8. Save it so, as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}."
+        )
     return text
 
 
@@ -349,7 +364,8 @@ def _from_folder(path: Path, options: DataOptions) -> Source:
     datasets = _extra("datasets", path.name)
     is_saved = any((path / each).is_file() for each in ("state.json", "dataset_dict.json"))
     try:
-        loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+        with _in_silence(datasets):
+            loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
     except Exception as error:  # each reader of a file has its own
         raise DataError(
             f"{path}: a folder whose data cannot be loaded ({first_line(error)}). Give one of its files."
@@ -359,17 +375,33 @@ def _from_folder(path: Path, options: DataOptions) -> Source:
 
 def _from_hub(name: str, options: DataOptions) -> Source:
     check_file(name)
-    if not _HUB_NAME.fullmatch(name):
-        raise DataError(f"data: {listed([repr(name)])} is neither a file nor a dataset. Give texts as a list of them.")
-    datasets = _extra("datasets", name)
-    try:
-        loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
-    except Exception as error:  # the hub has many ways to say no
-        raise DataError(
-            f"{name}: neither a file nor a dataset that can be loaded ({first_line(error)}). "
-            "Check its name, or give a file."
-        ) from None
+    datasets, repository = _extra("datasets", name), name.partition(":")[0]
+    with hub_asked_once(repository, file="README.md", kind="dataset") as reason:
+        try:
+            with _in_silence(datasets):
+                loaded = datasets.load_dataset(*name.split(":", 1), split=options.split)
+        except Exception as error:  # the hub has many ways to say no
+            raise DataError(
+                f"{name}: neither a file nor a dataset that can be loaded ({reason or first_line(error)})."
+                f"{_nearest_file(Path(repository))} Check its name, or give a file."
+            ) from None
     return _from_memory(name, loaded, replace(options, split=_SPLIT))
+
+
+@contextmanager
+def _in_silence(datasets: Any) -> Iterator[None]:
+    """While inside, `datasets` draws no progress bars without a terminal, and the hub does not ask for cards."""
+    is_drawn = not datasets.are_progress_bars_disabled()
+    level = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)
+        if is_drawn:
+            datasets.enable_progress_bars()
 
 
 def _extra(module: str, name: str) -> Any:
@@ -403,6 +435,11 @@ def kind_of(sample: Any) -> str | None:
         if all(map(is_id, sample)):
             return "token ids"
     return None
+
+
+def other_split(split: str) -> dict[str, str]:
+    """The split as an option, if it is another than the one that is taken anyway."""
+    return {} if split == _SPLIT else {"split": split}
 
 
 def check_seed(seed: Any) -> None:

@@ -26,6 +26,7 @@ from scalewright.errors import ModelError
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 RECIPE, RECORD = "recipe.yaml", "scalewright.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from scalewright.calibration.data import Samples, load_samples
+from scalewright.calibration.hub import hub_asked_once
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.folder import check_source
 from scalewright.checkpoint.fp8 import block_of, mend, read_as_plain
@@ -70,7 +71,7 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         reason = "it has no values" if torch.empty(0, device=device).is_meta else None
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")  # torch goes on about its own build
     if reason is not None:
         raise ModelError(f"device: '{device}' cannot be used here ({reason}). Use cpu, or leave it out.")
 
@@ -183,11 +184,18 @@ def load_companions(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fal
         name = getattr(getattr(name, "config", None), "_name_or_path", None)
     if not name:
         return []
-    for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
-        with suppress(Exception):  # files of strangers make each reader fail in its own way
-            return [auto.from_pretrained(name, trust_remote_code=trust_remote_code)]
+    if tokenizer is not None and os.path.isfile(tokenizer):
+        raise ModelError(f"{tokenizer}: is a file. Give the folder of a tokenizer, or its name on the hub.")
+    with hub_asked_once(name) as reason:
+        for auto in (transformers.AutoProcessor, transformers.AutoTokenizer):
+            with suppress(Exception):  # files of strangers make each reader fail in its own way
+                return [auto.from_pretrained(name, trust_remote_code=trust_remote_code)]
     if tokenizer is not None:
-        raise ModelError(f"{tokenizer}: there is no tokenizer that could be loaded.")
+        why = "" if reason is None else f" ({reason})"
+        raise ModelError(
+            f"{tokenizer}: there is no tokenizer that could be loaded{why}.{_nearest_folder(tokenizer)} Give the "
+            "folder of a tokenizer, or its name on the hub."
+        )
     return []
 
 
@@ -272,25 +280,27 @@ def _auto_for(config: Any) -> Any:
 @contextmanager
 def loading(model: str | Path) -> Iterator[None]:
     """Inside a model is loaded. Whatever its files are made of, transformers stumbles over it in its own way."""
-    try:
-        if Path(model).is_dir():
-            check_source(Path(model))
-        yield
-    except ScalewrightError:
-        raise
-    except Exception as error:
-        raise _cannot_load(model, error) from error
+    with hub_asked_once(model) as unreachable:
+        try:
+            if Path(model).is_dir():
+                check_source(Path(model))
+            yield
+        except ScalewrightError:
+            raise
+        except Exception as error:
+            raise _cannot_load(model, error, unreachable) from error
 
 
-def _cannot_load(model: str | Path, error: Exception) -> ModelError:
+def _cannot_load(model: str | Path, error: Exception, unreachable: str | None) -> ModelError:
     """Why a model cannot be loaded, in words."""
     lines = [each.strip().rstrip(".") for each in str(error).strip().splitlines()] or [type(error).__name__]
     reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     if not os.path.exists(model):  # unlike Path, it bears a name that is too long
-        why = f" ({reason})" if isinstance(model, str) and _OWNED.fullmatch(model) else ""
+        is_owned = isinstance(model, str) and _OWNED.fullmatch(model)
+        why = f" ({unreachable or reason})" if unreachable or is_owned else ""
         return ModelError(
-            f"{str(model) or repr('')}: there is no such folder, and no model of that name could be loaded{why}. Give "
-            "the folder of a Hugging Face model, or its name on the hub."
+            f"{str(model) or repr('')}: there is no such folder, and no model of that name could be loaded{why}."
+            f"{_nearest_folder(model)} Give the folder of a Hugging Face model, or its name on the hub."
         )
     path = Path(model)
     if path.is_file():
@@ -298,3 +308,13 @@ def _cannot_load(model: str | Path, error: Exception) -> ModelError:
     if not (path / "config.json").exists():
         return ModelError(f"{model}: there is no config.json in it. Give the folder of a Hugging Face model.")
     return ModelError(f"{model}: cannot be loaded ({reason}).")
+
+
+def _nearest_folder(name: str | Path) -> str:
+    """A sentence that names the folder beside it whose name is nearest, if one is near."""
+    path = Path(name)
+    try:
+        beside = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, beside)

@@ -19,7 +19,17 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
 
-from scalewright.checkpoint.folder import CONFIG, RECORD, Folder, Recorded, first_line, read_folder, read_tensor
+from scalewright.calibration.hub import folder_in_cache
+from scalewright.checkpoint.folder import (
+    CONFIG,
+    RECORD,
+    TOKENIZERS,
+    Folder,
+    Recorded,
+    first_line,
+    read_folder,
+    read_tensor,
+)
 from scalewright.checkpoint.formats import NVFP4, Stored
 from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.shards import TensorAt
@@ -58,8 +68,8 @@ class Verification:
 def verify_checkpoint(folder: str | Path, *, against: str | Path | None = None) -> list[Problem]:
     """All that is wrong with a checkpoint; nothing, if all is well.
 
-    `against` is the folder of the model that it was made of: weights are then compared with it, too. A folder that is
-    no quantised checkpoint at all is an error.
+    `against` is the folder of the model that it was made of, or its name on the hub if it is in the cache: weights are
+    then compared with it, too. A folder that is no quantised checkpoint at all is an error.
     """
     return examine(folder, against=against).problems
 
@@ -72,6 +82,8 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
+    for file in TOKENIZERS:
+        found.json(file)
     if config is None or quantization is None:
         return Verification(found.problems, [], len(found.tensors), 0)
     structure = structure_of(found, config, quantization, record)
@@ -79,7 +91,8 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     _Check(found, structure, quantization, record, may_be_negative).run()
     if original is not None:
         found.problems += _beside(found, structure, record, original, config)
-    return Verification(found.problems, structure.notes, len(found.tensors), len(structure.layers))
+    notes = [*structure.notes, *_notes(config["quantization_config"])]
+    return Verification(found.problems, notes, len(found.tensors), len(structure.layers))
 
 
 def check_draft(draft: Path, out: Path) -> None:
@@ -139,11 +152,30 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
     except Exception as error:  # pydantic, compressed-tensors and re, each with its own kind
         folder.say(CONFIG, f"its quantization_config cannot be read ({_reason(error)}).")
         return None
+    if method is None:
+        folder.say(CONFIG, "has no quant_method in its quantization_config, so loaders do not know who reads it.")
+    sparse = _sparse_format(given)
+    if sparse is not None and not any(name.endswith(".bitmask") for name in folder.tensors):
+        folder.say(CONFIG, f"says that zeros are left out ({sparse}), and no tensor tells where they were.")
     if parsed.quantization_status != "compressed":
         folder.say(
             CONFIG, f"says that quantization_status is '{_text(parsed.quantization_status)}', and not 'compressed'."
         )
     return parsed
+
+
+def _sparse_format(quantization: Mapping[str, Any]) -> str | None:
+    """How zeros are left out, if they are."""
+    sparsity = quantization.get("sparsity_config")
+    found = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    return None if found in (None, "dense") else str(found)
+
+
+def _notes(quantization: Mapping[str, Any]) -> list[str]:
+    """What of a `quantization_config` is not looked at."""
+    transforms = quantization.get("transform_config")
+    has_some = isinstance(transforms, Mapping) and bool(transforms.get("config_groups"))
+    return [f"{CONFIG}: has a transform_config; what it does to the model is not verified."] if has_some else []
 
 
 def _check_pattern(text: str, names: Iterable[str]) -> None:
@@ -332,7 +364,7 @@ class _Original:
 
 
 def _original(path: Path) -> _Original:
-    folder = read_folder(path)
+    folder = read_folder(path if path.is_dir() else folder_in_cache(str(path)) or path)
     if folder.problems:
         raise ModelError(f"{path}: cannot be compared with. {folder.problems[0]}")
     config = folder.json(CONFIG) or {}

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from scalewright.cli.app import app
 from scalewright.cli.options import AsJson
 from scalewright.cli.tables import new_table, show_table
-from scalewright.observers.catalog import COLUMNS, observer_rows
 
 
 @app.command()
@@ -29,6 +28,8 @@ def schemes(as_json: AsJson = False) -> None:
 @app.command()
 def observers(as_json: AsJson = False) -> None:
     """Show all observers."""
+    from scalewright.observers.catalog import COLUMNS, observer_rows
+
     if as_json:
         print(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in observer_rows()]))
         return

@@ -135,7 +135,7 @@ class Job:
             raise RecipeError("give either --scheme or --recipe.")
         if self.scheme is not None:
             return recipe_for(
-                self.quality or "balanced",
+                _BALANCED if self.quality is None else self.quality,
                 self.scheme,
                 group_size=self.group_size,
                 observer=self.observer,
@@ -157,12 +157,13 @@ class Job:
         self._check_measurement()
         keywords = reading.keywords()
         del keywords["batch_size"]  # samples are measured one by one
+        schemes = _SCHEMES if self.schemes is None else self.schemes
         return measure_sensitivity(
             self.model,
             reading.data,
-            schemes=[each.strip() for each in (self.schemes or _SCHEMES).split(",") if each.strip()],
+            schemes=[each.strip() for each in schemes.split(",") if each.strip()],
             bits=self.bits,
-            quality=self.quality or "balanced",
+            quality=_BALANCED if self.quality is None else self.quality,
             group_size=self.group_size,
             observer=self.observer,
             ignore=self.ignore,
@@ -210,6 +211,7 @@ class Job:
         return next((f"--{name}" for name in ("scheme", "recipe") if getattr(self, name) is not None), None)
 
 
+_BALANCED = "balanced"
 _SCHEMES = "W4A16,W8A16"  # what `plan --sensitivity` measures unless it is told
 
 

@@ -49,29 +49,30 @@ def plan(
     with failing_politely():
         check_file(reading.data)
         check_device(reading.device)
+        asked = reading.keywords()
+        del asked["device"]
         planned = plan_of(
             job.model,
             job.parsed_recipe() if allocation is None else allocation.recipe,
-            has_data=reading.data is not None,
+            dataset=reading.data,
             num_samples=job.samples,
-            max_seq_length=reading.seq_len,
-            batch_size=reading.batch_size,
             pipeline=job.pipeline,
             sequential_targets=job.sequential_targets or None,
-            dtype=reading.dtype,
-            trust_remote_code=reading.trust_remote_code,
             strict=job.strict,
             max_memory=job.max_memory,
             num_ranks=ranks,
+            **asked,
         )
     if as_json:
-        print(json.dumps(planned.to_dict()))
+        print(json.dumps({**planned.to_dict(), **({} if allocation is None else {"chosen": allocation.to_dict()})}))
         return
     table = new_table(f"{job.model}: the plan", "such as", "layers", "weights", "activations", "observers", "bits")
     for row in planned.groups:
         table.add_row(row.example, str(row.count), row.weights, row.activations, row.observers, f"{row.bits:.2f}")
     show_table(table)
     tell(planned.notes)
+    if allocation is not None:
+        say(allocation.summary())
     for line in planned.summary():
         say(line)
 

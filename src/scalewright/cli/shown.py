@@ -38,23 +38,33 @@ def failing_politely(out: Path | None = None, *, is_quiet: Callable[[], bool] = 
         yield
     except ScalewrightError as error:
         if not is_quiet():
-            say(str(error), "error ", style="bold red", console=err_console)
+            say_failed(str(error))
         raise typer.Exit(1 if isinstance(error, RankError) else 2) from None
     except OSError as error:
         if error.errno != ENAMETOOLONG:
             raise
-        say(f"{error.filename}: is too long for a name.", "error ", style="bold red", console=err_console)
+        say_failed(f"{error.filename}: is too long for a name.")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         if is_quiet():
             raise typer.Exit(1) from None
-        where = None if out is None else out.resolve()
-        partial_folder = None if where is None else where.parent / f"{where.name}.partial"
-        if partial_folder is not None and partial_folder.exists():
-            say(
-                f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",
-                console=err_console,
-            )
-        else:
-            say("stopped; nothing was written.", console=err_console)
+        say_stopped(out)
         raise typer.Exit(1) from None
+
+
+def say_failed(why: str) -> None:
+    """The one line of an error."""
+    say(why, "error ", style="bold red", console=err_console)
+
+
+def say_stopped(out: Path | None = None) -> None:
+    """Tell who has stopped a run that writes to `out` what is left of it."""
+    where = None if out is None else out.resolve()
+    partial_folder = None if where is None else where.parent / f"{where.name}.partial"
+    if partial_folder is not None and partial_folder.exists():
+        say(
+            f"stopped; finished layers are in {partial_folder}. The same command goes on from there.",
+            console=err_console,
+        )
+    else:
+        say("stopped; nothing was written.", console=err_console)

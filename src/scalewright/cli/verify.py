@@ -18,7 +18,10 @@ def verify(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder of a quantised checkpoint.")],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="The folder of the original, to hold the weights against."),
+        typer.Option(
+            metavar="MODEL",
+            help="The original, to hold the weights against: its folder, or its name on the hub if it is in the cache.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
