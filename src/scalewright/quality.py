@@ -59,12 +59,14 @@ def _modifier(
     quality: str, scheme: QuantizationScheme, given: dict[str, Any], *, positive_scales: bool
 ) -> QuantizationModifier:
     weights = scheme.weights
-    if weights is None or quality == "balanced":
+    if weights is None:
         return QuantizationModifier(**given)
-    if quality == "fast":
-        return QuantizationModifier(**{"weight_observer": {"name": "optimal", "importance": "off"}, **given})
     is_packed = weights.type == "int" and weights.symmetric and scheme.input_activations is None
-    if is_packed and not positive_scales:
-        given = {"weight_observer": {"name": "optimal", "signed": True}, **given}
+    knobs: dict[str, Any] = {"signed": True} if is_packed and not positive_scales else {}
+    knobs |= {"importance": "off"} if quality == "fast" else {}
+    if knobs:
+        given = {"weight_observer": {"name": "optimal", **knobs}, **given}
+    if quality != "best":
+        return QuantizationModifier(**given)
     refinements = _REFINEMENTS if weights.num_bits <= _FEW_BITS else 0
     return GPTQModifier(**given, correction=_CORRECTION, refinements=refinements)

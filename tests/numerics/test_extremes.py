@@ -89,7 +89,9 @@ def test_the_ends_of_a_dtype_are_found(group_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", ["mixed", "all positive", "all negative"])
-@pytest.mark.parametrize("shape", [(1, 1, 6), (2, 3, 2), (1, 3, 64), (1, 3, 1024), (1, 200, 2), (2, 1, 600), (16, 3, 4)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 6), (2, 3, 2), (1, 3, 64), (1, 3, 1024), (1, 200, 2), (2, 1, 600), (16, 3, 4)]
+)
 @pytest.mark.parametrize("bad", ["NaN", "-NaN", "inf", "-inf"])
 def test_a_range_is_finite_just_when_all_its_values_are(bad, shape, sign, dtype):
     clean = SIGNS[sign](random(*shape, dtype=dtype))

@@ -371,7 +371,7 @@ def read_rows(at: TensorAt, rows: slice) -> Tensor:
 
 
 def pieces(at: TensorAt) -> Iterator[Tensor]:
-    """The numbers of a tensor in runs, so that a large one is never in memory as a whole: each takes the last's place."""
+    """The numbers of a tensor in runs, each in the place of the last: a large one is never in memory as a whole."""
     room = bytearray(min(_PIECE, at.num_bytes))
     with at.file.open("rb") as opened:
         opened.seek(at.start)
