@@ -425,8 +425,8 @@ class WatchedLayer:
         sample = self.sample
         if sample is None or not isinstance(self.module, nn.Linear):
             return None
-        output: Tensor = self.module.forward(sample)  # past all hooks
-        return output
+        output = self.module.forward(sample)  # past all hooks
+        return output if isinstance(output, Tensor) else None  # routers may give more than one
 
     def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
         """What a poor output would keep if each token had its own scale; None where that is no question."""
