@@ -475,6 +475,22 @@ def test_eight_bits_stay_unpacked_where_they_must(symmetric, tmp_path):
     assert config_of(tmp_path / "other")["config_groups"]["group_0"]["format"] == "pack-quantized"
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_activations": {"num_bits": 8}},
+        {"input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"}},
+        {"output_activations": {"num_bits": 8, "type": "float"}},
+    ],
+    ids=["static inputs", "dynamic inputs", "outputs"],
+)
+def test_activations_alone_are_read_back(given, kind, tmp_path):
+    result = quantised(kind, tmp_path, {"targets": ["re:.*o_proj", "re:.*down_proj"], **given})
+    assert len(result.layers) == 4
+    assert_reads_back(kind, tmp_path, result)
+
+
 # ---- GPT-2, which has no linear layers -------------------------------------------------------------------------------
 
 

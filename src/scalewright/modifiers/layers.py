@@ -251,7 +251,8 @@ class WatchedLayer:
         if self.scheme.weights is None:
             self._picture(layer, qparams)
             self._write_qparams(qparams)
-            layer.compressed = get_direct_state_dict(self.module)
+            stored = get_direct_state_dict(self.module)
+            layer.compressed = {name: each for name, each in stored.items() if each is not None}  # a bias may be None
         else:
             importance = None if self.importance is None else self.importance.channel_importance
             self.observers["weight"].detach(self.module)  # it may hold the weight as it was
