@@ -129,6 +129,33 @@ def test_a_layer_that_saw_nothing_is_named():
     )
 
 
+class Router(nn.Linear):
+    """Gives more than one tensor, as routers of mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        scores = super().forward(x)
+        return scores, scores.argmax(dim=-1)
+
+
+class Routed(Flat):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(64, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(input_ids)
+        scores, _ = self.router(hidden)
+        return hidden * scores.amax(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "W8A8_DYNAMIC"])
+def test_a_linear_layer_that_gives_several_tensors_is_quantised(scheme):
+    result = oneshot(Routed(), scheme=scheme, dataset=[{"input_ids": torch.ones_like(IDS)}])
+    found = {layer.name: layer for layer in result.layers}
+    assert found["router"].weight_db > 20
+    assert found["router"].output_db is None, "there is no one output to be measured"
+
+
 def test_a_device_without_values_is_refused():
     message = refused(ModelError, scheme="W8A8_DYNAMIC", device="meta")
     assert message == "device: 'meta' cannot be used here (it has no values). Use cpu, or leave it out."

@@ -437,6 +437,12 @@ def test_a_pattern_for_what_is_in_attention_does_not_mean_attention():
             "input_activations alone.",
         ),
         (
+            {"config_groups": {"a": attention_group(["LlamaAttention"], symmetric=False)}},
+            RecipeError,
+            "model.layers.0.self_attn: transformers makes the scales of queries that have zero points float16, and "
+            "then stops at others. Set symmetric to true.",
+        ),
+        (
             {"config_groups": {"a": attention_group(["LlamaAttention"], dynamic=True)}},
             RecipeError,
             "model.layers.0.self_attn: the scales of attention states are static. Set dynamic to false.",

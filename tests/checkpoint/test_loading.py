@@ -110,6 +110,21 @@ def test_a_configuration_of_more_layers_than_there_are_tensors_is_refused_at_onc
 @pytest.mark.parametrize(
     "entries",
     [
+        {"vocab_size_per_layer_input": 262_144},  # Gemma 3n
+        {"shared_expert_intermediate_size": 5632},  # Qwen1.5-MoE-A2.7B, which has 4659 tensors
+        {"expert_ffn_hidden_size": 8192, "block_size": 8192, "share_expert_dim": 8192},
+        {"depthwise_separable_out_channel": 8192},
+        {"num_experts": 16_384},  # Doge, whose experts are the rows of one tensor
+    ],
+)
+def test_sizes_of_parts_are_not_their_number(entries, folder):
+    change(folder / "config.json", **entries)
+    load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
         {"hidden_size": "many"},
         {"num_attention_heads": 0},
         {"intermediate_size": -1},

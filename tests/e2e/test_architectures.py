@@ -127,6 +127,7 @@ KINDS = {
     "gemma3": causal("gemma3_text", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "mixtral": causal("mixtral", num_local_experts=4, **MOE),
     "qwen3_moe": causal("qwen3_moe", num_experts=4, moe_intermediate_size=32, **MOE),
+    "granitemoe": causal("granitemoe", num_local_experts=4, **MOE),
     "gpt2": Kind(gpt2),
     "t5": Kind(t5, transformers.AutoModelForSeq2SeqLM, from_text_to_text),
     "llava": Kind(llava, transformers.AutoModelForImageTextToText, with_an_image),
@@ -375,6 +376,29 @@ def test_experts_of_one_layer_alone_are_named(tmp_path):
     assert r"re:model\.layers\.1\.mlp\.experts\..*" in config_of(tmp_path)["ignore"]
 
 
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_experts_that_checkpoints_have_in_one_tensor_stay_as_they_are(scheme, tmp_path):
+    result = quantised("granitemoe", tmp_path, SCHEMES[scheme])
+    assert notes_of(result) == [
+        f"model.layers.{i}.block_sparse_moe.experts: loaders of GraniteMoeForCausalLM look for all of its experts in "
+        "one tensor (input_linear), so they stay as they are."
+        for i in range(2)
+    ]
+    assert len(result.layers) == 8
+    assert_reads_back("granitemoe", tmp_path, result)
+
+
+def test_experts_that_transformers_has_in_one_tensor_in_checkpoints_too_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("scalewright.calibration.experts.get_checkpoint_conversion_mapping", lambda _: None)
+    result = oneshot(
+        built("qwen3_moe"), recipe=modifiers(SCHEMES["W4A16"]), dataset=[batch_of("qwen3_moe", 1, torch.float32)]
+    )
+    assert notes_of(result) == [
+        "model.layers.0.mlp.experts and 1 more: transformers does not read single experts of Qwen3MoeForCausalLM, "
+        "because it has all of a layer in one tensor in its checkpoints, too. Ignore them, unless they are for vLLM."
+    ]
+
+
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_that_are_ignored_are_read_as_they_are(kind, scheme, tmp_path):
@@ -449,6 +473,22 @@ def test_eight_bits_stay_unpacked_where_they_must(symmetric, tmp_path):
     assert config_of(tmp_path)["config_groups"]["group_0"]["format"] == "int-quantized"
     quantised("qwen3", tmp_path / "other", SCHEMES["W8A16"])
     assert config_of(tmp_path / "other")["config_groups"]["group_0"]["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_activations": {"num_bits": 8}},
+        {"input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"}},
+        {"output_activations": {"num_bits": 8, "type": "float"}},
+    ],
+    ids=["static inputs", "dynamic inputs", "outputs"],
+)
+def test_activations_alone_are_read_back(given, kind, tmp_path):
+    result = quantised(kind, tmp_path, {"targets": ["re:.*o_proj", "re:.*down_proj"], **given})
+    assert len(result.layers) == 4
+    assert_reads_back(kind, tmp_path, result)
 
 
 # ---- GPT-2, which has no linear layers -------------------------------------------------------------------------------

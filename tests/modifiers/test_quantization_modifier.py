@@ -398,6 +398,28 @@ MISTAKES = [
         {"weights": {"num_bits": 5, "type": "float"}},
         "weights: there is no float format of 5 bits. Use 4, 6 or 8 bits, or type int.",
     ),
+    (
+        {"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}},
+        "weights: no checkpoint holds float weights of 4 bits by channel. Use strategy group with group_size 32 or "
+        "strategy tensor_group with group_size 16.",
+    ),
+    (
+        {"weights": {"num_bits": 6, "type": "float", "strategy": "group", "group_size": 64}},
+        "weights: no checkpoint holds float weights of 6 bits by group with group_size 64. Use strategy group with "
+        "group_size 32.",
+    ),
+    (
+        {"config_groups": {"g": {"targets": ["a"], "weights": {"num_bits": 4, "type": "float", "symmetric": False}}}},
+        "config_groups.g.weights: floats of 4 bits have no zero points. Set symmetric to true.",
+    ),
+    (
+        {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor_group", "group_size": 16}},
+        "weights: no checkpoint holds float weights of 8 bits under a global scale. Use strategy group.",
+    ),
+    (
+        {"weights": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}},
+        "weights: no checkpoint holds integer weights of 4 bits under a global scale. Use strategy group.",
+    ),
     ({"weights": {"type": "integer"}}, "weights: there is no type 'integer'. Did you mean 'int'? Choices: int, float."),
     ({"weights": {"type": 5}}, "weights: there is no type 5. Choices: int, float."),
     (

@@ -1,5 +1,7 @@
 """Rounding with the inputs in mind: the laws of GPTQ, and the plain definition to compare with."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -171,6 +173,31 @@ def test_a_column_without_input_is_rounded_to_the_nearest():
     assert found.damping == 0  # no other column is damped for its sake
     rounded_CR = round_columns(weight_CR, found, book, block_size=32)
     assert torch.equal(rounded_CR[[5, 50]], nearest(weight_CR, book)[[5, 50]])
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 96, 192, 400])
+def test_few_tokens_do_not_make_it_worse_on_others_than_the_nearest(tokens):
+    weight_CR, book = problem(rows=200)
+    x_TC = inputs(4400, 96)
+    hessian_CC, other_CC = hessian_of(x_TC[:tokens]), hessian_of(x_TC[400:])
+    found = factor(hessian_CC, damping=0.01, is_ordered=True, num_tokens=tokens)
+    rounded_CR = round_columns(weight_CR, found, book, block_size=32)
+    again_CR = descend(weight_CR, rounded_CR, with_damping(hessian_CC, found), book, block_size=32)
+    plain = output_error(weight_CR, nearest(weight_CR, book), other_CC).sum()
+    for each_CR in (rounded_CR, again_CR):
+        assert float(output_error(weight_CR, each_CR, other_CC).sum()) < 0.95 * float(plain)
+
+
+def test_many_tokens_are_believed_and_few_leave_the_nearest():
+    weight_CR, book = problem()
+    hessian_CC = hessian_of(inputs(400, 96))
+    plain, many, few = (
+        factor(hessian_CC, damping=0.01, is_ordered=True, num_tokens=each) for each in (math.inf, 1e12, 1e-3)
+    )
+    assert plain.damping == many.damping == few.damping == 0.01
+    torch.testing.assert_close(many.added_C, plain.added_C)
+    torch.testing.assert_close(many.upper_CC, plain.upper_CC)
+    assert torch.equal(round_columns(weight_CR, few, book, block_size=32), nearest(weight_CR, book))
 
 
 def test_damping_grows_until_it_is_enough_and_is_told():

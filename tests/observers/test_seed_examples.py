@@ -383,6 +383,19 @@ def test_fuse_is_static_and_update_is_for_the_child_to_write():
         Observer("weight", CHANNEL)
 
 
+def test_a_child_that_was_written_to_an_older_interface_is_told_what_to_write():
+    class Old(Observer):
+        def calculate_qparams(self, observed):
+            return observed.amax(), observed.amin()
+
+    with pytest.raises(NotImplementedError) as caught:
+        Old("weight", CHANNEL)(torch.randn(4, 8))
+    assert str(caught.value) == (
+        "Old: has no update_statistics_from_observed, which sets min_vals and max_vals from values of shape "
+        "(num_observations, *qparam_shape, group_size). Write it in place of calculate_qparams."
+    )
+
+
 def test_functions_have_the_listed_parameters():
     assert list(inspect.signature(flatten_for_calibration).parameters)[:3] == ["value", "base_name", "args"]
     assert list(inspect.signature(fuse_weight_observers).parameters) == ["model"]

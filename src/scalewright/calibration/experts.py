@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 _Linear = Callable[[Tensor], Tensor]
+_FUSED = ("gate_up_proj", "down_proj")
+_ONE_OF_ALL = "experts.*."  # in patterns of transformers
 
 
 class Expert(nn.Module):
@@ -92,13 +94,19 @@ def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     """Take all fused experts of `model` apart, in place: the modules that were replaced, by name, and notes."""
     replaced: dict[str, nn.Module] = {}
     notes: list[str] = []
-    names = _names_in_checkpoints(model)
+    names, whole = _names_in_checkpoints(model), _name_of_all(model)
     for name, module in list(model.named_modules()):
         if not is_fused(module):
             continue
         if not _can_be_unfused(module):
             notes.append(
                 f"{name}: the weights of {type(module).__name__} cannot be taken apart, so they stay as they are."
+            )
+            continue
+        if whole is not None:
+            notes.append(
+                f"{name}: loaders of {type(model).__name__} look for all of its experts in one tensor ({whole}), so "
+                "they stay as they are."
             )
             continue
         weight = module.gate_up_proj
@@ -147,17 +155,43 @@ def _without_weights(module: nn.Module) -> Any:
     return bare
 
 
+def are_read_apart(model: nn.Module) -> bool:
+    """Whether transformers reads weights of single experts from checkpoints of this architecture."""
+    sources = _sources(model)
+    return all(any(_ONE_OF_ALL in each for each in sources.get(name, [])) for name in _FUSED)
+
+
 def _names_in_checkpoints(model: nn.Module) -> tuple[str, str, str]:
     """What checkpoints of this architecture call an expert's gate, up and down projections."""
-    names: dict[str, list[str]] = {}
-    for each in _conversions(model):
-        for target in each.target_patterns:
-            sources = [pattern.removesuffix(".weight").rsplit(".", 1)[-1] for pattern in each.source_patterns]
-            names[target.rsplit(".", 1)[-1]] = sources
-    gate_up, down = names.get("gate_up_proj", []), names.get("down_proj", [])
+    sources = _sources(model)
+    gate_up, down = ([_last_name(each) for each in sources.get(name, [])] for name in _FUSED)
     if len(gate_up) == 2 and len(down) == 1:
         return gate_up[0], gate_up[1], down[0]
     return "gate_proj", "up_proj", "down_proj"
+
+
+def _name_of_all(model: nn.Module) -> str | None:
+    """What checkpoints call the first tensor of all experts of a layer, if they have such a tensor by another name.
+
+    Single experts have no names then that any loader knows.
+    """
+    sources = [] if are_read_apart(model) else _sources(model).get(_FUSED[0], [])
+    names = [_last_name(each) for each in sources if _ONE_OF_ALL not in each]
+    return names[0] if names and names != [_FUSED[0]] else None
+
+
+def _sources(model: nn.Module) -> dict[str, list[str]]:
+    """What transformers puts each tensor of fused experts together from; patterns, by the last part of its name."""
+    return {
+        _last_name(target): list(each.source_patterns)
+        for each in _conversions(model)
+        for target in each.target_patterns
+        if _last_name(target) in _FUSED
+    }
+
+
+def _last_name(pattern: str) -> str:
+    return pattern.replace("\\", "").removesuffix(".weight").rsplit(".", 1)[-1]
 
 
 def _conversions(model: nn.Module) -> list[Any]:

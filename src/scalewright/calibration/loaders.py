@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from scalewright.calibration.experts import UnfusedExperts, is_fused
+from scalewright.calibration.experts import UnfusedExperts, are_read_apart, is_fused
 from scalewright.calibration.targets import QUANTIZABLE
 from scalewright.errors import ModelError
 from scalewright.modifiers.layers import WatchedLayer
@@ -256,6 +256,11 @@ def check_experts(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[str]
         return [
             f"{other}: its experts have another scheme than those of {first}, or none. vLLM reads that, transformers "
             "has one scheme for all experts. For transformers treat all experts alike."
+        ]
+    if isinstance(model, PreTrainedModel) and not are_read_apart(model):
+        return [
+            f"{where}: transformers does not read single experts of {type(model).__name__}, because it has all of a "
+            "layer in one tensor in its checkpoints, too. Ignore them, unless they are for vLLM."
         ]
     why = _unreadable(scheme)
     if why is not None:

@@ -291,6 +291,12 @@ def _attention_args(name: str, group: Group) -> QuantizationArgs:
         )
     if args.dynamic:
         raise RecipeError(f"{name}: the scales of attention states are static. Set dynamic to false.")
+    if not args.symmetric:
+        # Once k and v have zero points, compressed-tensors takes the dtype of those for the module's.
+        raise RecipeError(
+            f"{name}: transformers makes the scales of queries that have zero points float16, and then stops at "
+            "others. Set symmetric to true."
+        )
     try:
         check_strategy("q", args)
     except LayoutError as error:

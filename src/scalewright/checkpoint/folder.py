@@ -47,7 +47,9 @@ DTYPES = {
 }
 _MAX_HEADER = 100_000_000  # bytes; safetensors refuses longer ones, too
 _MAX_NAME = 200
-_MOST_PARTS = 4096  # layers or experts that a configuration may speak of, where there are not as many tensors
+_MOST_PARTS = 1 << 14  # layers or experts that a configuration may speak of, where there are not as many tensors
+_PARTS = re.compile("layer|expert|block|depth")
+_SIZES = re.compile("size|dim|channel|vocab")  # of a part, and not how many there are
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ROW = ("name", "shape", "weight_db")
 _LENGTH = struct.Struct("<Q")
@@ -189,7 +191,7 @@ def too_many_parts(config: Mapping[str, Any], num_tensors: int) -> str | None:
             inner = too_many_parts(value, num_tensors)
             if inner is not None:
                 return inner
-        elif isinstance(value, int | float) and re.search("layer|expert|block|depth", key) and value > most:
+        elif isinstance(value, int | float) and value > most and _PARTS.search(key) and not _SIZES.search(key):
             return f"{key} is {value}, and there are {num_tensors} tensors"
     return None
 

@@ -112,7 +112,8 @@ class Hessian:
         """Its factor, computed once."""
         key = (rounding.damping, rounding.is_ordered)
         if key not in self._factors:
-            self._factors[key] = factor(self.matrix, damping=rounding.damping, is_ordered=rounding.is_ordered)
+            damping, is_ordered = key
+            self._factors[key] = factor(self.matrix, damping=damping, is_ordered=is_ordered, num_tokens=self.num_tokens)
         return self._factors[key]
 
 

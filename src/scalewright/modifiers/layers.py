@@ -251,7 +251,8 @@ class WatchedLayer:
         if self.scheme.weights is None:
             self._picture(layer, qparams)
             self._write_qparams(qparams)
-            layer.compressed = get_direct_state_dict(self.module)
+            stored = get_direct_state_dict(self.module)
+            layer.compressed = {name: each for name, each in stored.items() if each is not None}  # a bias may be None
         else:
             importance = None if self.importance is None else self.importance.channel_importance
             self.observers["weight"].detach(self.module)  # it may hold the weight as it was
@@ -425,8 +426,8 @@ class WatchedLayer:
         sample = self.sample
         if sample is None or not isinstance(self.module, nn.Linear):
             return None
-        output: Tensor = self.module.forward(sample)  # past all hooks
-        return output
+        output = self.module.forward(sample)  # past all hooks
+        return output if isinstance(output, Tensor) else None  # routers may give more than one
 
     def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
         """What a poor output would keep if each token had its own scale; None where that is no question."""

@@ -28,6 +28,8 @@ _CHOICES = {
     "format": tuple(each.value for each in CompressionFormat if each != CompressionFormat.mixed_precision),
 }
 _INT_BITS = range(2, 9)
+_FP8_BITS = 8
+_SMALL_FLOATS = {4: (("group", 32), ("tensor_group", 16)), 6: (("group", 32),)}
 
 Key = tuple[str, ...]
 
@@ -230,6 +232,8 @@ class QuantizationModifier(Modifier):
                 f"{where}: there is no integer format of {args.num_bits} bits. Use {_INT_BITS[0]} to {_INT_BITS[-1]}.",
                 key=(*part.key, "num_bits"),
             )
+        if part.base_name == "weight":
+            _check_can_be_stored(part)
         if part.base_name in ("weight", "k", "q") and args.dynamic:
             what = "weights" if part.base_name == "weight" else "attention states"
             raise RecipeError(
@@ -408,6 +412,33 @@ def _check_observer(part: _Part, name_key: Key, knobs_key: Key) -> None:
 def _base_name(base_name: str, args: QuantizationArgs) -> str:
     """What the format is of: inputs with a scale for each head are attention states."""
     return "q" if base_name == "input" and strategy_of(args) == "attn_head" else base_name
+
+
+def _check_can_be_stored(part: _Part) -> None:
+    """Say no to weights that no format of compressed-tensors holds."""
+    args, where, strategy = part.args, ".".join(part.key), strategy_of(part.args)
+    is_float = args.type == "float"
+    if is_float and args.num_bits < _FP8_BITS:
+        known = _SMALL_FLOATS[args.num_bits]
+        if not args.symmetric:
+            raise RecipeError(
+                f"{where}: floats of {args.num_bits} bits have no zero points. Set symmetric to true.",
+                key=(*part.key, "symmetric"),
+            )
+        if (strategy, args.group_size) not in known:
+            ways = " or ".join(f"strategy {name} with group_size {size}" for name, size in known)
+            size = "" if args.group_size is None else f" with group_size {args.group_size}"
+            raise RecipeError(
+                f"{where}: no checkpoint holds float weights of {args.num_bits} bits by {strategy}{size}. Use {ways}.",
+                key=(*part.key, "strategy"),
+            )
+    elif strategy == "tensor_group":
+        kind = "float" if is_float else "integer"
+        raise RecipeError(
+            f"{where}: no checkpoint holds {kind} weights of {args.num_bits} bits under a global scale. Use strategy "
+            "group.",
+            key=(*part.key, "strategy"),
+        )
 
 
 def _is_whole(value: Any) -> bool:

@@ -212,7 +212,10 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
         It has an element at least, and no NaN or Inf. Statistics are fp32 (or counts) whatever its dtype.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}: has no update_statistics_from_observed, which sets min_vals and max_vals from "
+            "values of shape (num_observations, *qparam_shape, group_size). Write it in place of calculate_qparams."
+        )
 
     def range_of(self, observed: Tensor) -> Range:
         """Least and largest value of `observed` at each qparam position, fp32; `forward` knows them already."""
