@@ -69,18 +69,19 @@ def test_a_better_quality_asks_for_more(scheme):
     assert (best.rounding.refinements > 0) == (scheme_named(scheme).weights.num_bits <= 4)
 
 
-def test_balanced_is_what_a_scheme_alone_means():
-    given = {"targets": ["Linear"], "scheme": "W4A16", "ignore": [LM_HEAD]}
-    assert recipe_for("balanced", "W4A16").to_dict() == Recipe.of(QuantizationModifier(**given)).to_dict()
+@pytest.mark.parametrize(("scheme", "options"), [("W4A16", {"positive_scales": True}), ("NVFP4A16", {})])
+def test_balanced_is_what_a_scheme_alone_means_but_for_negative_scales(scheme, options):
+    given = {"targets": ["Linear"], "scheme": scheme, "ignore": [LM_HEAD]}
+    assert recipe_for("balanced", scheme, **options).to_dict() == Recipe.of(QuantizationModifier(**given)).to_dict()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_only_packed_symmetric_integers_have_negative_scales_and_only_in_best(scheme):
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_only_packed_symmetric_integers_have_negative_scales(quality, scheme):
     parts = scheme_named(scheme)
     is_packed = parts.weights.type == "int" and parts.weights.symmetric and parts.input_activations is None
-    assert is_signed(recipe_for("best", scheme)) == is_packed
-    for given in (("best", True), ("fast", False), ("balanced", False)):
-        assert not is_signed(recipe_for(given[0], scheme, positive_scales=given[1]))
+    assert is_signed(recipe_for(quality, scheme)) == is_packed
+    assert not is_signed(recipe_for(quality, scheme, positive_scales=True))
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
@@ -189,10 +190,6 @@ def test_the_recipe_that_options_stand_for_is_printed_and_nothing_is_done(qualit
     monkeypatch.chdir(tmp_path)
     words = ["quantize", "no/such/model", "--scheme", "W4A16", *options]
     words += [] if quality is None else ["--quality", quality]
-    if "--positive-scales" in options and quality != "best":
-        told = f"positive_scales: {quality or 'balanced'} has no negative scales. Leave it out, or use best."
-        assert error_of(*words, "--print-recipe") == told
-        return
     expected = recipe_for(quality or "balanced", "W4A16", **OPTIONS[options])
     printed = run(*words, "--print-recipe")
     assert printed == expected.to_yaml()
@@ -264,17 +261,20 @@ def scales_of(folder: Path) -> torch.Tensor:
     return torch.cat([each.flatten() for name, each in tensors.items() if name.endswith("weight_scale")])
 
 
-def test_best_is_written_with_negative_scales_or_without(model, data, tmp_path):
-    words = ["quantize", model, "--scheme", "W4A16", "--group-size", 32, "--quality", "best", "--data", data]
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_checkpoints_are_written_with_negative_scales_or_without(quality, model, data, tmp_path):
+    words = ["quantize", model, "--scheme", "W4A16", "--group-size", 32, "--quality", quality]
+    words += [] if quality == "fast" else ["--data", data]
     run(*words, "--out", tmp_path / "signed")
     run(*words, "--positive-scales", "--out", tmp_path / "positive")
     assert 0 < int((scales_of(tmp_path / "signed") < 0).sum()) < len(scales_of(tmp_path / "signed"))
     assert bool((scales_of(tmp_path / "positive") > 0).all())
     for name, is_positive in (("signed", False), ("positive", True)):
-        recipe = recipe_for("best", "W4A16", group_size=32, positive_scales=is_positive)
+        recipe = recipe_for(quality, "W4A16", group_size=32, positive_scales=is_positive)
         assert Recipe.of(tmp_path / name / "recipe.yaml").to_dict() == recipe.to_dict()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "signed").eval()
-    again = oneshot(llama(), recipe=tmp_path / "signed" / "recipe.yaml", dataset=IDS).model
+    dataset = None if quality == "fast" else IDS
+    again = oneshot(llama(), recipe=tmp_path / "signed" / "recipe.yaml", dataset=dataset).model
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, again(IDS).logits, rtol=1e-4, atol=1e-5)
 

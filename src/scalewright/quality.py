@@ -37,7 +37,8 @@ def recipe_for(
 ) -> Recipe:
     """The recipe that a quality stands for.
 
-    `importance` is a file to take it from, and `best` has no negative scales with `positive_scales`.
+    `importance` is a file to take it from. With `positive_scales` no scale is negative; others may be where integers
+    are packed.
     """
     if quality not in QUALITIES:
         raise RecipeError(
@@ -45,8 +46,6 @@ def recipe_for(
         )
     if importance is not None and quality == "fast":
         raise RecipeError("importance: fast weighs all errors alike. Leave it out, or use balanced.")
-    if positive_scales and quality != "best":
-        raise RecipeError(f"positive_scales: {quality} has no negative scales. Leave it out, or use best.")
     ignored = list(ignore or [LM_HEAD])
     given: dict[str, Any] = {"targets": list(targets), "scheme": scheme, "ignore": ignored}
     given |= {} if group_size is None else {"group_size": group_size}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -21,15 +21,19 @@ def hub_asked_once(name: str | Path, *, file: str = "config.json", kind: str = "
 
     The libraries that load from the hub try each file six times and wait in between, half a minute for each.
     """
-    switches = [constants]
+    switches: list[Any] = [constants]
     if "datasets" in sys.modules:
         switches.append(sys.modules["datasets"].config)
     is_asked = not os.path.exists(name) and not any(each.HF_HUB_OFFLINE for each in switches)
     reason = _out_of_reach(str(name), file, kind) if is_asked else None
-    with ExitStack() as stack:
+    before = [each.HF_HUB_OFFLINE for each in switches]
+    try:
         for each in switches if reason is not None else ():
-            stack.enter_context(patch.object(each, "HF_HUB_OFFLINE", True))
+            each.HF_HUB_OFFLINE = True
         yield reason
+    finally:
+        for each, was_offline in zip(switches, before, strict=True):
+            each.HF_HUB_OFFLINE = was_offline
 
 
 def folder_in_cache(name: str) -> Path | None:

@@ -86,9 +86,7 @@ class Job:
         None
     )
     quality: Annotated[str | None, recipe_option(help="fast, balanced or best.", show_default="balanced")] = None
-    positive_scales: Annotated[bool, recipe_option("--positive-scales", help="Let best have no negative scales.")] = (
-        False
-    )
+    positive_scales: Annotated[bool, recipe_option("--positive-scales", help="Let no scale be negative.")] = False
     bits: Annotated[
         float | None,
         recipe_option(
