@@ -396,6 +396,7 @@ def run_all(
     threads: int,
     quick: bool,
     console: Console,
+    busy: bool = False,
 ) -> list[str]:
     """Measure all cases, writing results after each; returns the problems met."""
     rows = {tables.key_of(row): row for row in kept}
@@ -420,7 +421,7 @@ def run_all(
                     problems.append(found["problem"])
                 row = {**case.labels, **found, "num_samples": len(subject.calibration), "group_size": model.group_size}
                 row |= {"num_tokens": judge.num_tokens, "perplexity_before": judge.perplexity, "threads": threads}
-                row |= {"date": date.today().isoformat(), "quick": quick}
+                row |= {"date": date.today().isoformat(), "quick": quick} | ({"busy": True} if busy else {})
                 rows[tables.key_of(row)] = row
                 tables.write_results("accuracy", machine, [rows[key] for key in sorted(rows, key=order.__getitem__)])
                 console.print(line_about(row, list(rows.values())), highlight=False)
@@ -486,6 +487,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help='a part of a title, such as "stories15M, W4A16"')
     parser.add_argument("--missing", action="store_true", help="only rows that were not measured yet")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples: rough, and marked as such")
+    parser.add_argument("--busy", action="store_true", help="other work runs beside: seconds are marked as rough")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
     parser.add_argument("--smollm2", type=Path, default=CACHE / "SmolLM2-135M", help="where SmolLM2 is, or is put")
     parser.add_argument("--list", action="store_true", help="print the titles, and measure nothing")
@@ -528,6 +530,7 @@ def main() -> int:
             threads=options.threads,
             quick=options.quick,
             console=console,
+            busy=options.busy,
         )
     finally:
         tables.main()

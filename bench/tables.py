@@ -230,7 +230,7 @@ def _accuracy_table(rows: Sequence[Row]) -> str:
         name, is_ours = f"{row['side']} `{row['contestant']}`{'~' if row['quick'] else ''}", row["side"] == "ours"
         cells = [row["scheme"], f"**{name}**" if is_ours else name, _digits(row["kl"])]
         cells += [f"**{ratio}**" if is_ours and ratio else ratio, f"{row['perplexity']:.3f}", f"{row['top1']:.1%}"]
-        lines.append([*cells, _seconds(row["seconds"])])
+        lines.append([*cells, f"{_rough(row)}{_seconds(row['seconds'])}"])
     return _table(["scheme", "contestant", "KL", "/ best peer", "perplexity", "top-1", "seconds"], lines)
 
 
@@ -365,6 +365,11 @@ def _factor(value: float) -> str:
 def _range(values: Sequence[float], unit: str = "") -> str:
     ends = [_factor(each) if unit else f"{each:.3f}" for each in (min(values), max(values))]
     return f"**{' to '.join(_in_order(ends))}{unit}**"
+
+
+def _rough(row: Row) -> str:
+    """What stands before seconds of a run that other work ran beside."""
+    return "≈ " if row.get("busy") else ""
 
 
 def _seconds(value: float) -> str:

@@ -80,7 +80,7 @@ def _qualities() -> str:
     told = ", ".join(f"{name} with {_threads(results['rows'], name)}" for name in models)
     terms = (
         f"KL divergence from the unquantised model, and seconds of the whole run ({told}); beside llm-compressor "
-        f"{peer_version}, on the same data. Less is better. Measured {_span(days)}."
+        f"{peer_version}, on the same data. Less is better; ≈ where other work ran beside. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
@@ -106,8 +106,8 @@ def _formats() -> str:
     ]
     days = sorted(row["date"] for row in rows)
     terms = (
-        f"What formats cost on {rows[0]['weights']} when nothing but the format is named (`balanced` here, "
-        f"llm-compressor's defaults there): growth of the loss, whose "
+        f"What formats cost on {rows[0]['weights']} when a recipe names nothing but the format (our defaults, and "
+        f"llm-compressor's): growth of the loss, whose "
         f"value was {rows[0]['loss_before']:.4f}. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table(("format", "loss, ours", "loss, llm-compressor", "time, ours", "its time"), lines)
@@ -119,7 +119,9 @@ def _results(topic: str) -> dict[str, Any]:
 
 
 def _kl(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['kl']:.3g} ({row['seconds']:.0f} s)"
+    if row is None:
+        return ""
+    return f"{row['kl']:.3g} ({'≈ ' if row.get('busy') else ''}{row['seconds']:.0f} s)"
 
 
 def _span(days: Sequence[str]) -> str:
