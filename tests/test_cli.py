@@ -623,7 +623,8 @@ def test_importance_goes_before_the_scheme(monkeypatch):
     words = ["plan", "MODEL", "--scheme", "W4A16", "--importance", "mine", "--ignore", "a"]
     gatherer, modifier = given_to(monkeypatch, "scalewright.planning", "plan_of", *words)["recipe"].modifiers
     assert gatherer.given == {"file": "mine", "ignore": ["a"]}
-    assert modifier.given == {"targets": ["Linear"], "scheme": "W4A16", "ignore": ["a"]}
+    signed = {"weight_observer": {"name": "optimal", "signed": True}}
+    assert modifier.given == {**signed, "targets": ["Linear"], "scheme": "W4A16", "ignore": ["a"]}
 
 
 def test_samples_are_packed_if_asked_for(model, data, tmp_path):

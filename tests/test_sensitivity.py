@@ -152,7 +152,7 @@ def test_more_bits_lose_less_in_every_group():
 
 
 def test_quantised_inputs_cost_something_too():
-    found = measured(llama(), schemes=["W4A16", "W4A8", "W4A4"])
+    found = measured(llama(), schemes=["W4A16", "W4A8", "W4A4"], observer="optimal")  # no negative scales for any
     for group in found.groups:
         assert group.losses["W4A4"] > 2 * group.losses["W4A16"], group.name
         assert group.losses["W4A8"] == pytest.approx(group.losses["W4A16"], rel=0.5), group.name
@@ -322,5 +322,5 @@ def test_notes_are_errors_where_they_should_be():
 
 def test_fast_is_measured_as_fast():
     scheme = candidate_schemes(["W4A16"], quality="fast")["W4A16"]
-    assert scheme.weights.observer_kwargs == {"importance": "off"}
+    assert scheme.weights.observer_kwargs == {"signed": True, "importance": "off"}
     assert candidate_schemes(["W4A16"], quality="best")["W4A16"] == scheme_named("W4A16")
