@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 from scalewright import oneshot
 from scalewright.errors import DataError, LayoutError, ModelError, RecipeError, StrictError
-from scalewright.modifiers.schemes import scheme_named, scheme_names
+from scalewright.modifiers.schemes import scheme_names
 from scalewright.quality import recipe_for
 from scalewright.sensitivity import evidence, measure_sensitivity, measuring
 from scalewright.sensitivity.evidence import drawn_tokens
