@@ -10,7 +10,7 @@ VLLM ?= .venv-vllm
 setup: $(VENV)/.installed
 
 # torch goes first and by its exact version: other forms of the request may bring gigabytes of GPU libraries.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/scalewright/numerics/_*.cpp src/scalewright/numerics/_*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -93,4 +93,4 @@ $(VLLM)/.installed:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build site
+	rm -rf $(VENV) .venv-peer .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build site src/scalewright/numerics/*.so

@@ -22,7 +22,7 @@ from torch import Tensor
 
 # N observations, Q qparam positions, G elements that share one scale; P positions and E elements in one block.
 
-BLOCK_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = 1 << 20
 SEGMENT = 4096
 NUM_SCRATCH = 3
 
@@ -81,6 +81,11 @@ class Positions:
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks())
+
+    @property
+    def is_one_segment(self) -> bool:
+        """Whether all elements are one segment in one block."""
+        return self.is_whole and self.num_elements == self.segment
 
     @property
     def is_weighted(self) -> bool:

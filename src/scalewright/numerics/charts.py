@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from scalewright.numerics import native
 from scalewright.numerics.blocks import Block, Positions
 from scalewright.numerics.grids import Grid
 
@@ -43,24 +44,13 @@ class Chart:
 
     def sums(self, positions: Positions, base_P: Tensor, point_P: Tensor | None = None) -> Tensor:
         """The (weighted) sum of each column over the values of each position, in steps of `base_P`: [P, C]."""
-        factor_P1 = (self.bins_per_step / base_P).unsqueeze(1)
-        # The place of 0, with half a bin because places are cut off.
-        zero = torch.tensor(0.5 - self.start * self.bins_per_step, dtype=torch.float32, device=base_P.device)
-        first: Tensor | float = 0.0
-        if point_P is not None:
-            first = ((point_P - self.first_point) * self.rows).unsqueeze(1)
-            zero = zero + first + (point_P * self.bins_per_step).unsqueeze(1)
+        lines = self._lines(base_P, point_P)
         sums_PC: Tensor | None = None
         for block in positions:
-            place_PE, bins_PE, _ = block.scratch
-            torch.mul(block.x_PE, factor_P1, out=place_PE).add_(zero)  # a third of addcmul's time
-            # Without weights and zero points all values are known to be on the chart.
-            if isinstance(first, Tensor):
-                torch.maximum(place_PE, first, out=place_PE)
-                torch.minimum(place_PE, first + (self.rows - 1), out=place_PE)
-            elif positions.is_weighted:
-                place_PE.clamp_(0, self.rows - 1)
-            part_PC = self._sums_of(block, bins_PE.view(torch.int32).copy_(place_PE))
+            if self._is_native(block):
+                part_PC = native.chart_sums(block.x_PE, block.weights_PE, lines, segment=block.segment)
+            else:
+                part_PC = self._sums_of(block, lines)
             sums_PC = part_PC if sums_PC is None else sums_PC.double() + part_PC
         assert sums_PC is not None
         return sums_PC
@@ -68,17 +58,46 @@ class Chart:
     def least(self, positions: Positions, base_P: Tensor, point_P: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The column with the least sum, of up to 64, and about (to 1e-5) what that is, if none is negative: two [P].
 
-        A number's last bits are made the number of its column, so that one `amin` finds both: four times as fast as
-        `min` with its indices.
+        In torch, a number's last bits are made the number of its column, so that one `amin` finds both: four times as
+        fast as `min` with its indices.
         """
+        if positions.is_one_segment:
+            (block,) = positions
+            if self._is_native(block):
+                return native.chart_least(block.x_PE, block.weights_PE, self._lines(base_P, point_P))
         sums_PC = self.sums(positions, base_P, point_P).float()
         column_C = torch.arange(sums_PC.shape[1], dtype=torch.int32, device=sums_PC.device)
         packed_P = sums_PC.view(torch.int32).bitwise_and(-COLUMNS).bitwise_or_(column_C).amin(dim=1)
-        return packed_P.view(torch.float32), packed_P.bitwise_and(COLUMNS - 1)
+        return packed_P.bitwise_and(COLUMNS - 1), packed_P.view(torch.float32)
 
-    def _sums_of(self, block: Block, bins_PE: Tensor) -> Tensor:
+    @cached_property
+    def _table_in_vectors(self) -> Tensor:
+        return native.in_vectors(self.table_BC)
+
+    def _is_native(self, block: Block) -> bool:
+        return native.serves(block.x_PE) and self.table_BC.shape[1] <= native.MOST_COLUMNS
+
+    def _lines(self, base_P: Tensor, point_P: Tensor | None) -> native.Lines:
+        """The line of a value is that of its bin, with half a bin because places are cut off."""
+        zero_P = torch.full_like(base_P[:1], 0.5 - self.start * self.bins_per_step)
+        first_P = torch.zeros_like(zero_P)
+        if point_P is not None:
+            first_P = (point_P - self.first_point) * self.rows
+            zero_P = zero_P + first_P + point_P * self.bins_per_step
+        factor_P = self.bins_per_step / base_P
+        return native.Lines(self._table_in_vectors, self.table_BC.shape[1], factor_P, zero_P, first_P, self.rows)
+
+    def _sums_of(self, block: Block, lines: native.Lines) -> Tensor:
+        place_PE, bins_PE, _ = block.scratch
+        first_P1 = lines.first_P.unsqueeze(1)
+        torch.mul(block.x_PE, lines.factor_P.unsqueeze(1), out=place_PE)
+        place_PE.add_(lines.zero_P.unsqueeze(1))  # a third of addcmul's time
+        # Without weights and zero points all values are known to be on the chart.
+        if len(lines.first_P) > 1 or block.weights_PE is not None:
+            torch.maximum(place_PE, first_P1, out=place_PE)
+            torch.minimum(place_PE, first_P1 + (self.rows - 1), out=place_PE)
         sums_XC = torch.nn.functional.embedding_bag(
-            bins_PE.view(-1),
+            bins_PE.view(torch.int32).copy_(place_PE).view(-1),
             self.table_BC,
             torch.arange(0, bins_PE.numel() + 1, block.segment, dtype=torch.int32, device=bins_PE.device),
             mode="sum",

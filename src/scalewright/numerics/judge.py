@@ -13,6 +13,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from scalewright.numerics import native
 from scalewright.numerics.blocks import Block, Positions
 from scalewright.numerics.charts import ErrorChart
 from scalewright.numerics.curves import Curve, power_curve
@@ -22,6 +23,8 @@ from scalewright.numerics.measure import abs_power_, is_quick_norm
 # K candidates, J of them in a batch; P positions and E elements in one block; M pairs of a position and a candidate.
 
 _WORTH_A_CURVE = 2e-2  # bounds that are wider leave too many candidates in the race
+_WORTH_BOUNDS = 32  # elements of a position: of fewer the powers are compiled loops' work for less than bounds cost
+_BATCH = 8  # candidates that are judged at a time
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,21 @@ class Judge:
         power_P = self._power_of_scales(base_P)
         return Judged(scale_JP, None, least_JP * power_P, most_JP * power_P)
 
+    def least(self, positions: Positions, scale_KP: Tensor) -> tuple[Tensor, Tensor]:
+        """The index of the symmetric scale that loses least at each position, the first of equals, and its error.
+
+        The error is what it loses at most, where only bounds were needed to tell.
+        """
+        if positions.is_one_segment and positions.group_size < _WORTH_BOUNDS:
+            (block,) = positions
+            if native.serves(block.x_PE):
+                return native.least(
+                    block.x_PE, block.weights_PE, scale_KP, None, grid=self.grid, norm=self.norm, largest=self._largest
+                )
+        batches = [self.judge(positions, scale_JP) for scale_JP in torch.split(scale_KP, _BATCH)]
+        judged = Judged.joined(batches)
+        return self.best(positions, judged), judged.most_KP.amin(dim=0)
+
     def best(self, positions: Positions, judged: Judged) -> Tensor:
         """The index of the candidate that loses least at each position; the first of equals."""
         if judged.is_exact:
@@ -151,26 +169,34 @@ class Judge:
         For these codes the best scale is A / B, and it loses `sum of w * x * x - A * A / B`: for norm 2, and integers.
         """
         sums_2JP: Tensor | None = None
-        inverse_JP1 = scale_JP.reciprocal().unsqueeze(-1)
         for block in positions:
-            codes, spare, weighted = block.scratch
-            if block.weights_PE is None:
-                weighted = block.x_PE
-            else:
-                torch.mul(block.x_PE, block.weights_PE, out=weighted)
-            part_2JP = torch.empty((2, *scale_JP.shape), dtype=block.sum_dtype, device=scale_JP.device)
-            for j, (inverse_P1, product_P, square_P) in enumerate(zip(inverse_JP1, *part_2JP, strict=True)):
-                torch.mul(block.x_PE, inverse_P1, out=codes).round_()
-                if zero_point_JP is None:
-                    codes.clamp_(self.grid.low, self.grid.high)
-                else:
-                    torch.maximum(codes, (self.grid.low - zero_point_JP[j]).unsqueeze(1), out=codes)
-                    torch.minimum(codes, (self.grid.high - zero_point_JP[j]).unsqueeze(1), out=codes)
-                block.sum(torch.mul(weighted, codes, out=spare), product_P)
-                self._sum_of_squares(block, codes, square_P)
+            part_2JP = self._scores_of(block, scale_JP, zero_point_JP)
             sums_2JP = part_2JP if sums_2JP is None else sums_2JP.double() + part_2JP
         assert sums_2JP is not None
         return sums_2JP[0], sums_2JP[1]
+
+    def _scores_of(self, block: Block, scale_JP: Tensor, zero_point_JP: Tensor | None) -> Tensor:
+        if native.serves(block.x_PE):
+            return native.scores(
+                block.x_PE, block.weights_PE, scale_JP, zero_point_JP, grid=self.grid, segment=block.segment
+            )
+        codes, spare, weighted = block.scratch
+        if block.weights_PE is None:
+            weighted = block.x_PE
+        else:
+            torch.mul(block.x_PE, block.weights_PE, out=weighted)
+        inverse_JP1 = scale_JP.reciprocal().unsqueeze(-1)
+        part_2JP = torch.empty((2, *scale_JP.shape), dtype=block.sum_dtype, device=scale_JP.device)
+        for j, (inverse_P1, product_P, square_P) in enumerate(zip(inverse_JP1, *part_2JP, strict=True)):
+            torch.mul(block.x_PE, inverse_P1, out=codes).round_()
+            if zero_point_JP is None:
+                codes.clamp_(self.grid.low, self.grid.high)
+            else:
+                torch.maximum(codes, (self.grid.low - zero_point_JP[j]).unsqueeze(1), out=codes)
+                torch.minimum(codes, (self.grid.high - zero_point_JP[j]).unsqueeze(1), out=codes)
+            block.sum(torch.mul(weighted, codes, out=spare), product_P)
+            self._sum_of_squares(block, codes, square_P)
+        return part_2JP
 
     def clipped(self, positions: Positions, scale_P: Tensor, *, thorough: bool) -> Tensor:
         """What values outside the range of symmetric scales lose at least, [P]; no smaller scale can lose less.
@@ -201,26 +227,32 @@ class Judge:
         """Sums of |u| ** norm, or of its curves, in steps of each scale: [J, P]."""
         sums_JP: Tensor | None = None
         for block in positions:
-            part_JP = torch.empty(scale_JP.shape, dtype=block.sum_dtype, device=scale_JP.device)
-            for j, (scale_P, part_P) in enumerate(zip(scale_JP, part_JP, strict=True)):
-                point_P = None if zero_point_JP is None else zero_point_JP[j]
-                self._sum_of(block, scale_P, point_P, None if curves is None else curves[j], part_P)
+            part_JP = self._sums_of(block, scale_JP, zero_point_JP, curves)
             sums_JP = part_JP if sums_JP is None else sums_JP.double() + part_JP
         assert sums_JP is not None
         return sums_JP
 
-    def _sum_of(
-        self,
-        block: Block,
-        scale_P: Tensor,
-        zero_point_P: Tensor | None,
-        curve: Curve | None,
-        out_P: Tensor | None = None,
+    def _sums_of(
+        self, block: Block, scale_JP: Tensor, zero_point_JP: Tensor | None, curves: list[Curve] | None
     ) -> Tensor:
+        if native.serves(block.x_PE):
+            return native.errors(
+                block.x_PE,
+                block.weights_PE,
+                scale_JP,
+                zero_point_JP,
+                grid=self.grid,
+                norm=self.norm,
+                segment=block.segment,
+                curves_JT=None if curves is None else torch.stack([each.coefficients for each in curves]),
+            )
         steps, codes, spare = block.scratch
-        _into_steps(block, scale_P, zero_point_P, out=steps)
-        steps.sub_(self.grid.round_into(steps, codes, spare))
-        return self._summed(block, steps, codes, curve, out_P)
+        part_JP = torch.empty(scale_JP.shape, dtype=block.sum_dtype, device=scale_JP.device)
+        for j, (scale_P, part_P) in enumerate(zip(scale_JP, part_JP, strict=True)):
+            _into_steps(block, scale_P, None if zero_point_JP is None else zero_point_JP[j], out=steps)
+            steps.sub_(self.grid.round_into(steps, codes, spare))
+            self._summed(block, steps, codes, None if curves is None else curves[j], part_P)
+        return part_JP
 
     def _summed(
         self, block: Block, u_PE: Tensor, scratch: Tensor, curve: Curve | None, out_P: Tensor | None = None
@@ -249,7 +281,11 @@ class Judge:
 
     def _power_of_scales(self, scale: Tensor) -> Tensor:
         # Only positions that are too small for the format, and lose everything, have scales so large in their units.
-        return abs_power_(scale.clamp(max=1e37 ** (1 / max(self.norm, 1.0))), self.norm)
+        return abs_power_(scale.clamp(max=self._largest), self.norm)
+
+    @property
+    def _largest(self) -> float:
+        return float(1e37 ** (1 / max(self.norm, 1.0)))
 
     def _curves_for(
         self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None, outside: float | None

@@ -149,7 +149,7 @@ class Ladder:
                 device=str(self.raw_P.device),
             )
             for point_P in (None,) if self.point_P is None else (self.point_P, *self._other_points(self.point_P)):
-                error_P, index_P = chart.least(self.positions, self.raw_P, point_P)
+                index_P, error_P = chart.least(self.positions, self.raw_P, point_P)
                 tried = (error_P, rung_J[index_P], *(() if point_P is None else (point_P,)))
                 if best is not None:
                     is_better_P = error_P < best[0]

@@ -70,7 +70,8 @@ def check_strategy(base_name: str, args: QuantizationArgs) -> None:
 
 def strategy_of(args: QuantizationArgs) -> str:
     """The strategy as plain text; QuantizationArgs holds now a string, now an enum member."""
-    return str(QuantizationStrategy(args.strategy).value)
+    strategy = args.strategy
+    return str((strategy if isinstance(strategy, QuantizationStrategy) else QuantizationStrategy(strategy)).value)
 
 
 def tokens_shape(value: Tensor, base_name: str) -> tuple[int, ...]:

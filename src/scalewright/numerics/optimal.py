@@ -100,7 +100,7 @@ class _Search:
         """The best stored scales."""
         codes = scale_codes_of(self.args)
         if codes is not None:
-            return Found(codes.numbers.to(positions.unit_P.device)[self._best_code(positions, codes)], None)
+            return Found(codes.numbers_of(self._best_code(positions, codes)), None)
         found = self._best_on_ladder(positions)
         return replace(found, scale_P=self.in_store(found.scale_P * positions.unit_P))
 
@@ -145,18 +145,19 @@ class _Search:
         own_P = codes.code_of(self.minmax(positions)[0])
         below = _CODES_BELOW_WEIGHTED if positions.is_weighted else min(_CODES_BELOW, codes.above)
         offsets = [0, *range(codes.above, 0, -1), *range(-1, -below - 1, -1)]
-        offset_J1 = torch.tensor(offsets, device=own_P.device).unsqueeze(1)
+        offset_J1 = torch.tensor(offsets, dtype=torch.int32, device=own_P.device).unsqueeze(1)
         best_P, is_open_P = self._best_of_codes(positions, codes, own_P + offset_J1, thorough=positions.is_weighted)
         odd_M = (own_P + codes.above < codes.halved_from - 1).nonzero()[:, 0]
         if len(odd_M):
-            small_J1 = torch.arange(codes.first, codes.halved_from, device=own_P.device).unsqueeze(1)
+            small_J1 = torch.arange(codes.first, codes.halved_from, dtype=torch.int32, device=own_P.device).unsqueeze(1)
             tried_JM = torch.cat([best_P[odd_M].unsqueeze(0), small_J1.flip(0).expand(-1, len(odd_M))])
             best_P[odd_M], is_open_P[odd_M] = self._best_of_codes(positions.at(odd_M), codes, tried_JM, thorough=True)
         lowest = below
         while bool(is_open_P.any()):
             # What is outside does not yet lose more than the best: smaller scales may be better still.
             open_M = is_open_P.nonzero()[:, 0]
-            lower_J1 = -torch.arange(lowest + 1, lowest + 1 + _CODES_BELOW_WEIGHTED, device=own_P.device).unsqueeze(1)
+            further = range(-lowest - 1, -lowest - 1 - _CODES_BELOW_WEIGHTED, -1)
+            lower_J1 = torch.tensor(further, dtype=torch.int32, device=own_P.device).unsqueeze(1)
             lowest += _CODES_BELOW_WEIGHTED
             tried_JM = torch.cat([best_P[open_M].unsqueeze(0), own_P[open_M] + lower_J1])
             best_P[open_M], is_open_M = self._best_of_codes(positions.at(open_M), codes, tried_JM, thorough=True)
@@ -167,12 +168,12 @@ class _Search:
         self, positions: Positions, codes: ScaleCodes, code_JP: Tensor, *, thorough: bool
     ) -> tuple[Tensor, Tensor]:
         """The best of some codes, the last of which are the least, and whether a lesser one may be better still."""
-        code_JP = code_JP.clamp(codes.first, len(codes.numbers) - 1)
-        numbers_JP = codes.numbers.to(code_JP.device)[code_JP]
-        judged = self.judge.judge(positions, effective_scale(numbers_JP, self.global_scale) / positions.unit_P)
-        best_P = code_JP.gather(0, self.judge.best(positions, judged).unsqueeze(0))[0]
-        clipped_P = self.judge.clipped(positions, judged.scale_KP[-1], thorough=thorough)
-        return best_P, (clipped_P < judged.most_KP.amin(dim=0)) & (code_JP[-1] > codes.first)
+        code_JP = code_JP.clamp(codes.first, codes.last)
+        scale_JP = effective_scale(codes.numbers_of(code_JP), self.global_scale) / positions.unit_P
+        index_P, error_P = self.judge.least(positions, scale_JP)
+        best_P = code_JP.gather(0, index_P.unsqueeze(0))[0]
+        clipped_P = self.judge.clipped(positions, scale_JP[-1], thorough=thorough)
+        return best_P, (clipped_P < error_P) & (code_JP[-1] > codes.first)
 
     # ---- scales that may be anything -----------------------------------------------------------------------------
 

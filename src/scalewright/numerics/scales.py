@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -29,7 +30,7 @@ from compressed_tensors.quantization.utils import (
 from torch import Tensor
 
 from scalewright.numerics.extremes import is_finite
-from scalewright.numerics.grids import E4M3, grid_of
+from scalewright.numerics.grids import E4M3, grid_of, numbers_of_e4m3
 
 _SAFE = torch.finfo(torch.float32).max / 4  # ranges beyond may overflow on the way
 
@@ -39,20 +40,31 @@ E4M3_SMALLEST = E4M3.smallest
 
 @dataclass(frozen=True)
 class ScaleCodes:
-    """Scales that are numbers of a short format: `numbers` by their code, ascending, those from `first` on positive.
+    """Scales that are numbers of a short format of torch's: codes are ascending, those from `first` to `last` positive.
 
     No scale that is more than `above` codes larger than min-max's is best: half of it, which the format has too, gives
     every number that is needed. It has not the half of every code below `halved_from`.
     """
 
-    numbers: Tensor
+    dtype: torch.dtype
     first: int
+    last: int
     above: int
     halved_from: int = 0
 
+    @cached_property
+    def numbers(self) -> Tensor:
+        """All scales by their code, in fp32. They are computed once: do not change them."""
+        return self.numbers_of(torch.arange(self.last + 1))
+
     def code_of(self, scale: Tensor) -> Tensor:
-        """The code of each scale, all of which the format has."""
-        return torch.searchsorted(self.numbers.to(scale.device), scale)
+        """The code of each scale, all of which the format has, int32."""
+        return scale.to(self.dtype).view(torch.uint8).to(torch.int32)
+
+    def numbers_of(self, codes: Tensor) -> Tensor:
+        """The scales with these codes, in fp32."""
+        codes = codes.to(torch.uint8).view(self.dtype)
+        return numbers_of_e4m3(codes) if self.dtype == torch.float8_e4m3fn else codes.float()
 
     def nearest(self, scale: Tensor) -> Tensor:
         """The positive number of the format that is nearest to each scale."""
@@ -63,10 +75,8 @@ class ScaleCodes:
 
 
 _AT_A_TIME = 1 << 18  # ranges whose qparams are computed at once
-E4M3_SCALES = ScaleCodes(
-    torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), first=1, above=7, halved_from=16
-)
-E8M0_SCALES = ScaleCodes(torch.ldexp(torch.ones(255, dtype=torch.float32), torch.arange(-127, 128)), first=0, above=1)
+E4M3_SCALES = ScaleCodes(torch.float8_e4m3fn, first=1, last=126, above=7, halved_from=16)
+E8M0_SCALES = ScaleCodes(torch.float8_e8m0fnu, first=0, last=254, above=1)
 
 
 def stored_dtype(observed: torch.dtype, args: QuantizationArgs) -> torch.dtype:

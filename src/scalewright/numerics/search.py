@@ -202,13 +202,11 @@ class _Search:
                 for k in (0, 1, num_candidates - 1)
             ]
         )
-        steps_J1 = torch.arange(int((code_3P[1] - code_3P[2]).max()) + 1, device=code_3P.device).unsqueeze(1)
+        num_steps = int((code_3P[1] - code_3P[2]).max()) + 1
+        steps_J1 = torch.arange(num_steps, dtype=torch.int32, device=code_3P.device).unsqueeze(1)
         code_KP = torch.cat([code_3P[:1], torch.maximum(code_3P[1] - steps_J1, code_3P[2])])
-        scale_KP = (
-            effective_scale(E4M3_SCALES.numbers.to(code_KP.device)[code_KP], self.global_scale) / positions.unit_P
-        )
-        judged = Judged.joined([self.judge.judge(positions, scale_JP) for scale_JP in torch.split(scale_KP, _BATCH)])
-        slot_P = self.judge.best(positions, judged)
+        scale_KP = effective_scale(E4M3_SCALES.numbers_of(code_KP), self.global_scale) / positions.unit_P
+        slot_P, _ = self.judge.least(positions, scale_KP)
         best_code_P = code_KP.gather(0, slot_P.unsqueeze(0))[0]
         low_P, high_P = torch.ones_like(slot_P), torch.full_like(slot_P, num_candidates - 1)
         for _ in range(num_candidates.bit_length()):

@@ -1,0 +1,387 @@
+// The loops of _native.cpp, compiled once for each level of the processor, whose vectors have BYTES bytes.
+//
+// A row is a run of values that one fp32 sum is made of. Sixteen rows are worked on at a time, turned so that their
+// values stand side by side: a lane is a row, nothing has to be summed across lanes, and every row is summed in the same
+// order whatever the width of the processor's vectors, the number of threads, or the rows beside it.
+
+typedef float FloatVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t IntVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int16_t ShortVector __attribute__((vector_size(BYTES), aligned(2), may_alias));
+typedef int16_t FewShorts __attribute__((vector_size(BYTES < 32 ? BYTES : 32), aligned(2), may_alias));
+
+constexpr int VECTORS = LANES * 4 / BYTES;  // that sixteen numbers take
+#define EACH(i) for (int i = 0; i < VECTORS; i++)
+
+// Sixteen numbers.
+struct Floats {
+    FloatVector v[VECTORS];
+};
+
+INLINE Floats load(const float *from) {
+    Floats x;
+    EACH(i) x.v[i] = ((const FloatVector *)from)[i];
+    return x;
+}
+INLINE void store(float *to, Floats x) { EACH(i) ((FloatVector *)to)[i] = x.v[i]; }
+INLINE Floats splat(float x) {
+    Floats all;
+    EACH(i) all.v[i] = x - FloatVector{};
+    return all;
+}
+INLINE Floats operator+(Floats a, Floats b) { EACH(i) a.v[i] += b.v[i]; return a; }
+INLINE Floats operator-(Floats a, Floats b) { EACH(i) a.v[i] -= b.v[i]; return a; }
+INLINE Floats operator*(Floats a, Floats b) { EACH(i) a.v[i] *= b.v[i]; return a; }
+INLINE Floats operator/(Floats a, Floats b) { EACH(i) a.v[i] /= b.v[i]; return a; }
+INLINE Floats larger(Floats a, Floats b) { EACH(i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+INLINE Floats smaller(Floats a, Floats b) { EACH(i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+INLINE Floats masked(Floats a, int32_t mask) { EACH(i) a.v[i] = (FloatVector)((IntVector)a.v[i] & mask); return a; }
+
+// ---- the error of a scale --------------------------------------------------------------------------------------------
+
+struct Grid {
+    Floats low, high, smallest_normal, rounder;
+};
+
+// The nearest number of the grid, half to even: adding and taking away a number whose last bit is worth the spacing.
+template <bool is_float>
+INLINE Floats rounded(Floats x, const Grid &grid) {
+    Floats code = smaller(larger(x, grid.low), grid.high), unit = grid.rounder;
+    if (is_float) unit = unit * larger(masked(code, EXPONENT), grid.smallest_normal);
+    return (code + unit) - unit;
+}
+
+// log2 and 2 ** x by the polynomials that are nearest where Chebyshev's points lie: together good to 2e-6.
+INLINE Floats log2_of(Floats x) {
+    EACH(i) {
+        IntVector bits = (IntVector)x.v[i], exponent = (bits - 0x3F3504F3) >> 23;  // from sqrt(1/2) to sqrt(2)
+        FloatVector m = (FloatVector)(bits - (exponent << 23)) - 1.0f;
+        FloatVector slope = 1.442695004f + m * (-0.721347333f + m * (0.480910610f + m * (-0.360704828f + m * (0.287918324f + m * (-0.238920340f + m * (0.215669859f + m * (-0.207421035f + m * 0.126148466f)))))));
+        x.v[i] = __builtin_convertvector(exponent, FloatVector) + m * slope;
+    }
+    return x;
+}
+INLINE Floats power_of_2(Floats x) {
+    x = smaller(larger(x, splat(-126.0f)), splat(127.9f));
+    EACH(i) {
+        FloatVector whole = (x.v[i] + 12582912.0f) - 12582912.0f, f = x.v[i] - whole;
+        FloatVector part = 1.000000000f + f * (0.693147207f + f * (0.240226512f + f * (0.055503272f + f * (0.009618026f + f * (0.001340043f + f * 0.000154697f)))));
+        x.v[i] = (FloatVector)((IntVector)part + (__builtin_convertvector(whole, IntVector) << 23));
+    }
+    return x;
+}
+
+struct Power {
+    Floats norm, curve[TERMS];
+};
+
+// |u| ** norm; norms that are no whole number are computed, or a polynomial stands in.
+template <int power>
+INLINE Floats raised(Floats u, const Power &norm) {
+    if (power == 2) return u * u;
+    Floats magnitude = masked(u, MAGNITUDE);
+    if (power == 1) return magnitude;
+    if (power == 3) return magnitude * (u * u);
+    if (power == 4) return (u * u) * (u * u);
+    if (power == CURVE) {
+        Floats value = norm.curve[TERMS - 1];
+        for (int i = TERMS - 2; i >= 0; i--) value = value * magnitude + norm.curve[i];
+        return value * magnitude;
+    }
+    Floats result = power_of_2(norm.norm * log2_of(larger(magnitude, splat(TINY))));
+    EACH(i) result.v[i] = magnitude.v[i] == 0.0f ? magnitude.v[i] : result.v[i];
+    return result;
+}
+
+// ---- rows, side by side ----------------------------------------------------------------------------------------------
+
+// Elements from `start` on of up to 16 rows: tile[e * 16 + row]; an even number of them, the last may be a zero.
+INLINE void turn(const float *x, int64_t row_size, int64_t start, int64_t num_elements, int64_t num_rows, float *tile) {
+    for (int64_t k = 0; k < num_rows; k++) {
+        const float *row = x + k * row_size + start;
+        for (int64_t e = 0; e < num_elements; e++) tile[e * LANES + k] = row[e];
+        if (num_elements % 2) tile[num_elements * LANES + k] = 0.0f;
+    }
+}
+
+// For each candidate j the scales of the rows from `first` on, 1 for those that are not there.
+INLINE void qparams_of(const Measure &job, int64_t first, int64_t num, int64_t j, float *inverse, float *point) {
+    const float *scale = job.scale + j * job.positions, *zero = job.point ? job.point + j * job.positions : nullptr;
+    if (job.rows_of_position == 1 && num == LANES) {
+        store(inverse, load(scale + first)), store(point, zero ? load(zero + first) : splat(0.0f));
+    } else {
+        for (int64_t k = 0; k < LANES; k++) {
+            const int64_t at = (first + (k < num ? k : 0)) / job.rows_of_position;
+            inverse[k] = scale[at], point[k] = zero ? zero[at] : 0.0f;
+        }
+    }
+    store(inverse, splat(1.0f) / load(inverse));
+}
+
+template <class Loop>
+INLINE void go_over_tiles(const Measure &job, const Loop &loop) {
+    std::vector<float> sums(job.candidates * Loop::SUMS * LANES);
+    alignas(64) float x[CHUNK * LANES], weights[CHUNK * LANES], inverse[LANES], point[LANES], part[Loop::SUMS * LANES];
+    std::memset(x, 0, sizeof x), std::memset(weights, 0, sizeof weights);
+    for (int64_t row = job.first; row < job.last; row += LANES) {
+        const int64_t num = std::min<int64_t>(LANES, job.last - row);
+        if (num < LANES) std::memset(x, 0, sizeof x), std::memset(weights, 0, sizeof weights);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t start = 0; start < job.row_size; start += CHUNK) {
+            const int64_t elements = std::min<int64_t>(CHUNK, job.row_size - start);
+            turn(job.x + row * job.row_size, job.row_size, start, elements, num, x);
+            if (job.weights) turn(job.weights + row * job.row_size, job.row_size, start, elements, num, weights);
+            for (int64_t j = 0; j < job.candidates; j++) {
+                qparams_of(job, row, num, j, inverse, point);
+                loop.sum(x, weights, elements, inverse, point, j, part);
+                float *sum = sums.data() + j * Loop::SUMS * LANES;
+                for (int i = 0; i < Loop::SUMS * LANES; i++) sum[i] += part[i];
+            }
+        }
+        if (job.index) {
+            loop.choose(job, row, num, sums.data());
+            continue;
+        }
+        for (int64_t j = 0; j < job.candidates; j++)
+            for (int i = 0; i < Loop::SUMS; i++)
+                std::memcpy(job.out + (i * job.candidates + j) * job.rows + row, sums.data() + (j * Loop::SUMS + i) * LANES,
+                            num * sizeof(float));
+    }
+}
+
+template <bool is_float, int power, bool is_weighted>
+struct ErrorLoop {
+    static constexpr int SUMS = 1;
+    const Measure &job;
+    Grid grid;
+    explicit ErrorLoop(const Measure &job)
+        : job(job), grid{splat(job.low), splat(job.high), splat(job.smallest_normal), splat(job.rounder)} {}
+
+    __attribute__((always_inline)) void sum(const float *x, const float *weights, int64_t elements, const float *inverses,
+                                            const float *points, int64_t j, float *out) const {
+        Power norm = {splat(job.norm), {}};
+        for (int i = 0; power == CURVE && i < TERMS; i++) norm.curve[i] = splat(job.curves[j * TERMS + i]);
+        const Floats inverse = load(inverses), point = load(points);
+        Floats totals[2] = {splat(0.0f), splat(0.0f)};  // one addition would have to wait for the other
+        for (int64_t e = 0; e < elements; e += 2)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {  // elements that make the number even are zeros
+                Floats steps = load(x + (e + i) * LANES) * inverse + point;
+                Floats lost = raised<power>(steps - rounded<is_float>(steps, grid), norm);
+                totals[i] = totals[i] + (is_weighted ? lost * load(weights + (e + i) * LANES) : lost);
+            }
+        store(out, totals[0] + totals[1]);
+    }
+
+    // Writes which candidate loses least (the first of equals) and how much, when `sums` are in steps of the scales.
+    __attribute__((always_inline)) void choose(const Measure &job, int64_t row, int64_t num, const float *sums) const {
+        const Power norm = {splat(job.norm), {}};
+        alignas(64) float least[LANES], scale[LANES];
+        int32_t index[LANES] = {0};
+        Floats best = splat(HUGE_VALF), best_index = splat(0.0f);
+        for (int64_t j = 0; j < job.candidates; j++) {
+            store(scale, splat(1.0f));
+            std::memcpy(scale, job.scale + j * job.positions + row, num * sizeof(float));
+            const Floats unit = raised<power == CURVE ? ANY : power>(smaller(load(scale), splat(job.largest_scale)), norm);
+            const Floats error = load(sums + j * LANES) * unit;
+            EACH(i) {
+                const IntVector is_less = error.v[i] < best.v[i];
+                best.v[i] = is_less ? error.v[i] : best.v[i];
+                best_index.v[i] = is_less ? (float)j - FloatVector{} : best_index.v[i];
+            }
+        }
+        store(least, best);
+        EACH(i) ((IntVector *)index)[i] = __builtin_convertvector(best_index.v[i], IntVector);
+        for (int64_t k = 0; k < num; k++) job.index[row + k] = index[k];
+        std::memcpy(job.out + row, least, num * sizeof(float));
+    }
+};
+
+template <bool is_float, int power>
+INLINE void errors_by_weights(const Measure &job) {
+    if (job.weights) go_over_tiles(job, ErrorLoop<is_float, power, true>(job));
+    else go_over_tiles(job, ErrorLoop<is_float, power, false>(job));
+}
+
+template <bool is_float>
+INLINE void errors_by_norm(const Measure &job) {
+    if (job.curves) errors_by_weights<is_float, CURVE>(job);
+    else if (job.norm == 2) errors_by_weights<is_float, 2>(job);
+    else if (job.norm == 1) errors_by_weights<is_float, 1>(job);
+    else if (job.norm == 3) errors_by_weights<is_float, 3>(job);
+    else if (job.norm == 4) errors_by_weights<is_float, 4>(job);
+    else errors_by_weights<is_float, ANY>(job);
+}
+
+static void errors(const Measure &job) { job.smallest_normal > 0 ? errors_by_norm<true>(job) : errors_by_norm<false>(job); }
+
+template <bool is_weighted>
+struct ScoreLoop {
+    static constexpr int SUMS = 2;
+    const Measure &job;
+    explicit ScoreLoop(const Measure &job) : job(job) {}
+
+    __attribute__((always_inline)) void sum(const float *x, const float *weights, int64_t elements, const float *inverses,
+                                            const float *points, int64_t, float *out) const {
+        const Floats inverse = load(inverses), point = load(points);
+        const Grid grid = {splat(job.low) - point, splat(job.high) - point, splat(job.smallest_normal), splat(job.rounder)};
+        Floats products = splat(0.0f), squares = products;
+        for (int64_t e = 0; e < elements; e++) {
+            const Floats value = load(x + e * LANES), code = rounded<false>(value * inverse, grid);
+            const Floats weighted = is_weighted ? code * load(weights + e * LANES) : code;
+            products = products + weighted * value, squares = squares + weighted * code;
+        }
+        store(out, products), store(out + LANES, squares);
+    }
+    void choose(const Measure &, int64_t, int64_t, const float *) const {}
+};
+
+static void scores(const Measure &job) {
+    if (job.weights) go_over_tiles(job, ScoreLoop<true>(job));
+    else go_over_tiles(job, ScoreLoop<false>(job));
+}
+
+// ---- looked up in a chart --------------------------------------------------------------------------------------------
+
+template <int width, bool is_weighted>
+INLINE void chart_of(const Chart &job) {
+    for (int64_t row = job.first; row < job.last; row++) {
+        const int64_t p = row / job.rows_of_position;
+        const Floats factor = splat(job.factor[p]), zero = splat(job.zero[p]);
+        const Floats lowest = splat(job.base[p]), highest = splat(job.base[p] + (job.bins - 1));
+        const float *x = job.x + row * job.row_size, *weights = is_weighted ? job.weights + row * job.row_size : nullptr;
+        Floats sums[width];
+        for (int v = 0; v < width; v++) sums[v] = splat(0.0f);
+        for (int64_t e = 0; e < job.row_size; e += LANES) {
+            const int64_t num = std::min<int64_t>(LANES, job.row_size - e);
+            alignas(64) float values[LANES] = {0};
+            int32_t places[LANES];
+            if (num < LANES) std::memcpy(values, x + e, num * sizeof(float));
+            Floats place = smaller(larger(load(num < LANES ? values : x + e) * factor + zero, lowest), highest);
+            EACH(i) ((IntVector *)places)[i] = __builtin_convertvector(place.v[i], IntVector) * (width * LANES);
+            for (int64_t k = 0; k < num; k++) {
+                const float *line = job.table + places[k];
+                for (int v = 0; v < width; v++) {
+                    const Floats numbers = load(line + v * LANES);
+                    sums[v] = sums[v] + (is_weighted ? numbers * splat(weights[e + k]) : numbers);
+                }
+            }
+        }
+        if (job.index) {
+            alignas(64) float all[width * LANES];
+            for (int v = 0; v < width; v++) store(all + v * LANES, sums[v]);
+            int64_t best = 0;
+            for (int64_t c = 1; c < job.used; c++) best = all[c] < all[best] ? c : best;
+            job.index[row] = best, job.out[row] = all[best];
+        } else {
+            for (int v = 0; v < width; v++) store(job.out + row * width * LANES + v * LANES, sums[v]);
+        }
+    }
+}
+
+template <bool is_weighted>
+INLINE void chart_by_width(const Chart &job) {
+    switch (job.columns / LANES) {
+        case 1: return chart_of<1, is_weighted>(job);
+        case 2: return chart_of<2, is_weighted>(job);
+        case 3: return chart_of<3, is_weighted>(job);
+        default: return chart_of<4, is_weighted>(job);
+    }
+}
+
+static void chart(const Chart &job) { job.weights ? chart_by_width<true>(job) : chart_by_width<false>(job); }
+
+// ---- the ends of rows ------------------------------------------------------------------------------------------------
+
+struct Least {
+    template <class T>
+    INLINE T of(T a, T b) { return a < b ? a : b; }
+};
+struct Largest {
+    template <class T>
+    INLINE T of(T a, T b) { return a > b ? a : b; }
+};
+
+// Whichever number of a vector is the furthest out, by halves.
+template <class Op, class One, class V>
+INLINE One furthest(V v) {
+    constexpr int WIDTH = sizeof(V) / sizeof(One);
+    if constexpr (WIDTH == 32) {
+        return furthest<Op, One>(
+            Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                   __builtin_shufflevector(v, v, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)));
+    } else if constexpr (WIDTH == 16) {
+        return furthest<Op, One>(Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                                        __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
+    } else if constexpr (WIDTH == 8 && sizeof(V) > 16) {
+        return furthest<Op, One>(
+            Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
+    } else if constexpr (WIDTH == 8) {
+        v = Op::of(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+        v = Op::of(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+        return Op::of(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+    } else {
+        v = Op::of(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
+        return Op::of(v, __builtin_shufflevector(v, v, 1, 0, 3, 2))[0];
+    }
+}
+
+// Integers that are in the order of the floats with these bits: of negative ones all bits but the sign are turned over.
+template <class One, class V>
+INLINE V in_order(V bits) {
+    return bits ^ ((bits >> (8 * (int)sizeof(One) - 1)) & (sizeof(One) == 4 ? (One)MAGNITUDE : (One)0x7FFF));
+}
+
+// Templates do not know that a vector may lie anywhere in memory.
+template <class V, class One>
+INLINE V vector_at(const One *x) {
+    V v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+}
+
+template <class One, class V>
+INLINE void ends_of_row(const One *x, int64_t size, One *lo, One *hi) {
+    constexpr int64_t WIDTH = sizeof(V) / sizeof(One);
+    if (size < WIDTH) {
+        One low = in_order<One, One>(x[0]), high = low;
+        for (int64_t i = 1; i < size; i++) {
+            const One value = in_order<One, One>(x[i]);
+            low = Least::of(low, value), high = Largest::of(high, value);
+        }
+        *lo = low, *hi = high;
+        return;
+    }
+    V low = in_order<One>(vector_at<V>(x)), high = low, other_low = low, other_high = low;
+    int64_t i = WIDTH;
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+        V a = in_order<One>(vector_at<V>(x + i)), b = in_order<One>(vector_at<V>(x + i + WIDTH));
+        low = Least::of(low, a), high = Largest::of(high, a);
+        other_low = Least::of(other_low, b), other_high = Largest::of(other_high, b);
+    }
+    for (; i < size; i += WIDTH) {  // the last values may be looked at twice
+        V a = in_order<One>(vector_at<V>(x + std::min(i, size - WIDTH)));
+        low = Least::of(low, a), high = Largest::of(high, a);
+    }
+    *lo = furthest<Least, One>(Least::of(low, other_low)), *hi = furthest<Largest, One>(Largest::of(high, other_high));
+}
+
+template <class One, class V>
+INLINE void ends_of(const Ends &job) {
+    const One infinity = (One)job.infinity;
+    for (int64_t row = job.first; row < job.last; row++) {
+        One low, high;
+        ends_of_row<One, V>((const One *)job.x + row * job.row_size, job.row_size, &low, &high);
+        // NaNs lie beyond the infinities, on the side of their sign.
+        if (high > infinity || low < (One)~infinity) low = high = infinity + 1;
+        ((One *)job.lo)[row] = in_order<One, One>(low), ((One *)job.hi)[row] = in_order<One, One>(high);
+    }
+}
+
+static void ends(const Ends &job) {
+    if (!job.is_short) ends_of<int32_t, IntVector>(job);
+    else if (job.row_size < BYTES / 2) ends_of<int16_t, FewShorts>(job);
+    else ends_of<int16_t, ShortVector>(job);
+}
+
+#undef BYTES
+#undef EACH

@@ -1,0 +1,174 @@
+// Four loops over the values of a tensor that torch does in several passes, or in pieces with Python in between:
+//
+//   ends    the least and the largest value of each row, in one pass
+//   errors  what each of several scales loses
+//   scores  the products and squares that the best scale for given codes is made from
+//   chart   sums of rows of a table that values look up
+//
+// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and nothing is
+// decided here. Sums are fp32 over one row. Without fused multiply-adds they are the same on every processor.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int CHUNK = 128;  // elements that are summed before they are added to others
+constexpr int TERMS = 5;    // of a polynomial that stands in for a power
+constexpr int ANY = 0, CURVE = -1;  // norms that are no whole number
+constexpr int32_t MAGNITUDE = 0x7FFFFFFF, EXPONENT = 0x7F800000;  // bits of fp32
+constexpr float TINY = 1.2e-38f;
+constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values, times candidates
+
+struct Ends {
+    const void *x;  // [rows, row_size]
+    void *lo, *hi;  // [rows], of the same type
+    int64_t row_size;
+    int is_short, infinity;  // whether values have 16 bits, and those of the infinity
+    int64_t first, last;     // the rows to go over
+};
+
+struct Measure {
+    const float *x, *weights;    // [rows, row_size]
+    const float *scale, *point;  // [candidates, positions]
+    const float *curves;         // [candidates, TERMS], or none
+    float *out;                  // [candidates, rows]; of scores two of these; [rows] if there is an index
+    int64_t *index;              // [rows], or none: the best candidate, where every position is one row
+    int64_t rows, row_size, positions, rows_of_position, candidates;
+    float low, high, smallest_normal, rounder;  // the grid; of integers the smallest normal is negative
+    float norm, largest_scale;
+    int64_t first, last;
+};
+
+struct Chart {
+    const float *x, *weights;           // [rows, row_size]
+    const float *factor, *zero, *base;  // [positions]: a value's line is x * factor + zero, from base on, of so many bins
+    const float *table;                 // [all lines, columns]
+    float *out;                         // [rows, columns]; [rows] if there is an index
+    int64_t *index;                     // [rows], or none: the column with the least sum, of those that are used
+    int64_t row_size, rows_of_position, columns, used, bins;
+    int64_t first, last;
+};
+
+#define BYTES 16
+namespace plain {
+#include "_loops.h"
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define BYTES 32
+namespace v3 {
+#include "_loops.h"
+}
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+#define BYTES 64
+namespace v4 {
+#include "_loops.h"
+}
+#pragma GCC pop_options
+#define AT(level, loop) ((level) == 2 ? v4::loop : (level) == 1 ? v3::loop : plain::loop)
+int best_level() { return __builtin_cpu_supports("x86-64-v4") ? 2 : __builtin_cpu_supports("x86-64-v3") ? 1 : 0; }
+#else
+#define AT(level, loop) plain::loop
+int best_level() { return 0; }
+#endif
+
+// Calls `loop(job)` on as many threads as are worth it, each with rows of its own. The threads are those of torch, which
+// is there already: threads of our own would have to wait until torch's stop looking for work.
+template <class Job>
+void share(const Job &job, void (*loop)(const Job &), int64_t rows, int64_t work, int threads) {
+    const int64_t most = std::min<int64_t>({threads, work / WORTH_A_THREAD, (rows + LANES - 1) / LANES});
+    const int num = (int)std::max<int64_t>(most, 1);
+#pragma omp parallel for num_threads(num) schedule(static, 1)
+    for (int i = 0; i < num; i++) {
+        Job part = job;
+        part.first = rows * i / num / LANES * LANES;
+        part.last = i + 1 == num ? rows : rows * (i + 1) / num / LANES * LANES;
+        loop(part);
+    }
+}
+
+// ---- the module ------------------------------------------------------------------------------------------------------
+
+typedef unsigned long long Address;
+
+template <class T>
+T *at(Address address) { return (T *)(uintptr_t)address; }
+
+PyObject *py_ends(PyObject *, PyObject *args) {
+    Address x, lo, hi;
+    long long rows, row_size;
+    int is_short, infinity, level, threads;
+    if (!PyArg_ParseTuple(args, "KKKLLiiii", &x, &lo, &hi, &rows, &row_size, &is_short, &infinity, &level, &threads))
+        return nullptr;
+    const Ends job = {at<void>(x), at<void>(lo), at<void>(hi), row_size, is_short, infinity, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, AT(level, ends), rows, rows * row_size / 4, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *measure(PyObject *args, bool is_scores) {
+    Address x, weights, scale, point, curves, out, index;
+    long long rows, row_size, positions, candidates;
+    float low, high, smallest_normal, rounder, norm, largest_scale;
+    int level, threads;
+    if (!PyArg_ParseTuple(args, "KKKKKKKLLLLffffffii", &x, &weights, &scale, &point, &curves, &out, &index, &rows, &row_size, &positions,
+                          &candidates, &low, &high, &smallest_normal, &rounder, &norm, &largest_scale, &level, &threads))
+        return nullptr;
+    const Measure job = {at<float>(x), at<float>(weights), at<float>(scale), at<float>(point), at<float>(curves),
+                         at<float>(out), at<int64_t>(index), rows, row_size, positions, rows / positions, candidates, low, high,
+                         smallest_normal, rounder, norm, largest_scale, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, is_scores ? AT(level, scores) : AT(level, errors), rows, rows * row_size * candidates, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *py_errors(PyObject *, PyObject *args) { return measure(args, false); }
+PyObject *py_scores(PyObject *, PyObject *args) { return measure(args, true); }
+
+PyObject *py_chart(PyObject *, PyObject *args) {
+    Address x, weights, factor, zero, base, table, out, index;
+    long long rows, row_size, positions, columns, used, bins;
+    int level, threads;
+    if (!PyArg_ParseTuple(args, "KKKKKKKKLLLLLLii", &x, &weights, &factor, &zero, &base, &table, &out, &index, &rows,
+                          &row_size, &positions, &columns, &used, &bins, &level, &threads))
+        return nullptr;
+    const Chart job = {at<float>(x), at<float>(weights), at<float>(factor), at<float>(zero), at<float>(base),
+                       at<float>(table), at<float>(out), at<int64_t>(index), row_size, rows / positions, columns, used, bins, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, AT(level, chart), rows, rows * row_size * 2, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *py_best_level(PyObject *, PyObject *) { return PyLong_FromLong(best_level()); }
+
+PyMethodDef methods[] = {
+    {"best_level", py_best_level, METH_NOARGS, "What this processor has: 2 for AVX-512, 1 for AVX2, else 0."},
+    {"ends", py_ends, METH_VARARGS, "The least and the largest value of each row."},
+    {"errors", py_errors, METH_VARARGS, "What scales lose."},
+    {"scores", py_scores, METH_VARARGS, "Products of values and codes, and squares of codes."},
+    {"chart", py_chart, METH_VARARGS, "Sums of the rows of a table."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "See native.py.", -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }

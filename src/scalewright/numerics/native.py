@@ -1,0 +1,219 @@
+"""The face of `_native.cpp`: loops that were compiled when the package was installed, if there was a compiler.
+
+Each function takes and gives tensors, and computes what its caller also has in torch, which is what defines the answer:
+the compiled loops sum in another order, and are quicker; nothing else depends on them. `SCALEWRIGHT_KERNELS=torch` in
+the environment does without them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalewright.numerics.grids import Grid
+
+# P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
+
+_module: Any = None
+if os.environ.get("SCALEWRIGHT_KERNELS") != "torch":
+    try:
+        from scalewright.numerics import _native as _module  # type: ignore[attr-defined, no-redef]
+    except ImportError:  # there was no compiler
+        _module = None
+
+_level = 0 if _module is None else _module.best_level()
+"""Which of the vectors that the loops are compiled for are used: the widest that the processor has."""
+_INFINITIES = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_LANES = 16
+MOST_COLUMNS = 4 * _LANES
+"""Of a chart."""
+
+
+def kernels() -> str:
+    """What does the work on CPUs: "native" or "torch"."""
+    return "torch" if _module is None else "native"
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the loops can take `x` as it is: floats in memory, one behind the other."""
+    return _module is not None and x.device.type == "cpu" and x.dtype in _INFINITIES and x.is_contiguous()
+
+
+def min_max_of_rows(x_PE: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest value of each row, in fp32; both NaN where a row has one."""
+    lo_P, hi_P = torch.empty(2, len(x_PE), dtype=x_PE.dtype).unbind()
+    _module.ends(
+        x_PE.data_ptr(),
+        lo_P.data_ptr(),
+        hi_P.data_ptr(),
+        *x_PE.shape,
+        x_PE.itemsize == 2,
+        _INFINITIES[x_PE.dtype],
+        _level,
+        torch.get_num_threads(),
+    )
+    return lo_P.float(), hi_P.float()
+
+
+def errors(
+    x_PE: Tensor,
+    weights_PE: Tensor | None,
+    scale_JP: Tensor,
+    zero_point_JP: Tensor | None,
+    *,
+    grid: Grid,
+    norm: float,
+    segment: int,
+    curves_JT: Tensor | None = None,
+) -> Tensor:
+    """`sum of w * |u| ** norm` where u is how far `x / scale + zero_point` is from the grid: [J, P].
+
+    `curves_JT` are polynomials to take for the power, one for each candidate.
+    """
+    sums_JR = torch.empty(len(scale_JP), x_PE.numel() // segment, dtype=torch.float32)
+    _measure(_module.errors, x_PE, weights_PE, scale_JP, zero_point_JP, sums_JR, grid, norm, curves_JT)
+    return _over_segments(sums_JR, len(x_PE))
+
+
+def least(
+    x_PE: Tensor,
+    weights_PE: Tensor | None,
+    scale_JP: Tensor,
+    zero_point_JP: Tensor | None,
+    *,
+    grid: Grid,
+    norm: float,
+    largest: float,
+) -> tuple[Tensor, Tensor]:
+    """The first candidate that loses least at each position of one segment, and what it loses: two [P].
+
+    Errors are `errors` times the scale to the power of the norm, but that of `largest` at most.
+    """
+    error_P, index_P = torch.empty(len(x_PE), dtype=torch.float32), torch.empty(len(x_PE), dtype=torch.int64)
+    _measure(_module.errors, x_PE, weights_PE, scale_JP, zero_point_JP, error_P, grid, norm, None, index_P, largest)
+    return index_P, error_P
+
+
+def scores(
+    x_PE: Tensor,
+    weights_PE: Tensor | None,
+    scale_JP: Tensor,
+    zero_point_JP: Tensor | None,
+    *,
+    grid: Grid,
+    segment: int,
+) -> Tensor:
+    """`sum of w * x * q` and `sum of w * q * q` of the codes that integer scales give: [2, J, P]."""
+    sums_2JR = torch.empty(2, len(scale_JP), x_PE.numel() // segment, dtype=torch.float32)
+    _measure(_module.scores, x_PE, weights_PE, scale_JP, zero_point_JP, sums_2JR, grid, 2.0, None)
+    return _over_segments(sums_2JR, len(x_PE))
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Which lines of a table values look up: `x * factor + zero`, cut off, from `first` on and of so many bins.
+
+    `table_BC` is `in_vectors`; the first `columns` of its columns are used.
+    """
+
+    table_BC: Tensor
+    columns: int
+    factor_P: Tensor
+    zero_P: Tensor
+    first_P: Tensor
+    bins: int
+
+
+def chart_sums(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines, *, segment: int) -> Tensor:
+    """The (weighted) sum of the lines that the values of each position look up: [P, C]."""
+    sums_RC = torch.empty(x_PE.numel() // segment, lines.table_BC.shape[1], dtype=torch.float32)
+    _look_up(x_PE, weights_PE, lines, segment, sums_RC, None)
+    if len(sums_RC) > len(x_PE):
+        sums_RC = sums_RC.view(len(x_PE), -1, sums_RC.shape[1]).double().sum(dim=1)
+    return sums_RC[:, : lines.columns]
+
+
+def chart_least(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines) -> tuple[Tensor, Tensor]:
+    """The column with the least sum, the first of equals, and that sum, where positions are one segment: two [P]."""
+    error_P, index_P = torch.empty(len(x_PE), dtype=torch.float32), torch.empty(len(x_PE), dtype=torch.int64)
+    _look_up(x_PE, weights_PE, lines, x_PE.shape[1], error_P, index_P)
+    return index_P, error_P
+
+
+def _look_up(
+    x_PE: Tensor, weights_PE: Tensor | None, lines: Lines, segment: int, out: Tensor, index_P: Tensor | None
+) -> None:
+    vectors_P = [each.expand(len(x_PE)).contiguous() for each in (lines.factor_P, lines.zero_P, lines.first_P)]
+    _module.chart(
+        x_PE.data_ptr(),
+        _address(weights_PE),
+        *(each.data_ptr() for each in (*vectors_P, lines.table_BC, out)),
+        _address(index_P),
+        len(out),
+        segment,
+        len(x_PE),
+        lines.table_BC.shape[1],
+        lines.columns,
+        lines.bins,
+        _level,
+        torch.get_num_threads(),
+    )
+
+
+def in_vectors(table_BC: Tensor) -> Tensor:
+    """A table with columns of zeros behind the others, so that a line is a whole number of vectors."""
+    return torch.nn.functional.pad(table_BC, (0, -table_BC.shape[1] % _LANES)).contiguous()
+
+
+def _measure(
+    loop: Any,
+    x_PE: Tensor,
+    weights_PE: Tensor | None,
+    scale_JP: Tensor,
+    zero_point_JP: Tensor | None,
+    sums: Tensor,
+    grid: Grid,
+    norm: float,
+    curves_JT: Tensor | None,
+    index_P: Tensor | None = None,
+    largest_scale: float = 0.0,
+) -> None:
+    scale_JP = scale_JP.float().contiguous()
+    zero_point_JP = None if zero_point_JP is None else zero_point_JP.float().expand_as(scale_JP).contiguous()
+    num_rows = sums.shape[-1]
+    loop(
+        x_PE.data_ptr(),
+        _address(weights_PE),
+        scale_JP.data_ptr(),
+        _address(zero_point_JP),
+        _address(curves_JT),
+        sums.data_ptr(),
+        _address(index_P),
+        num_rows,
+        x_PE.numel() // num_rows,
+        len(x_PE),
+        len(scale_JP),
+        grid.low,
+        grid.high,
+        -1.0 if grid.mantissa_bits is None else grid.smallest_normal,
+        1.5 * 2.0 ** (23 - (grid.mantissa_bits or 0)),
+        norm,
+        largest_scale,
+        _level,
+        torch.get_num_threads(),
+    )
+
+
+def _over_segments(sums: Tensor, num_positions: int) -> Tensor:
+    """The sum of each position: float64, or fp32 where one segment is all there is."""
+    if sums.shape[-1] == num_positions:
+        return sums
+    return sums.view(*sums.shape[:-1], num_positions, -1).double().sum(dim=-1)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.data_ptr())

@@ -1,0 +1,219 @@
+"""The compiled loops beside plain definitions in float64, where loops go wrong: at ends, tails and signs."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scalewright.numerics import native
+from scalewright.numerics.grids import E2M1, E4M3, Grid
+
+INT4, INT8 = Grid("int4", -8, 7), Grid("int8", -128, 127)
+SIZES = (1, 7, 15, 16, 17, 31, 33, 64, 129, 1000)
+
+
+@pytest.fixture(params=["plain", "AVX2", "AVX-512"], autouse=True)
+def kernels(request, monkeypatch):
+    """Each of the levels that the loops are compiled for, where this processor has it."""
+    level = request.param_index
+    if native._module is None or level > native._module.best_level():
+        pytest.skip(f"there are no compiled loops of level {level} here")
+    monkeypatch.setattr(native, "_level", level)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def steps_lost(x_PE, scale_JP, point_JP, grid):
+    """How far values are from the grid, in float64, given the fp32 steps that the loops round."""
+    point_JP1 = 0.0 if point_JP is None else point_JP.unsqueeze(-1)
+    steps = (x_PE.double() * scale_JP.reciprocal().unsqueeze(-1).double() + point_JP1).float()
+    return (steps - grid.round_(steps.clone())).double()
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", [1, 16, 37])
+def test_ends_are_the_least_and_the_largest(dtype, size, num_rows):
+    torch.manual_seed(size)
+    for shift in (0.0, 3.0, -3.0):
+        x = (torch.randn(num_rows, size) + shift).to(dtype)
+        lo, hi = native.min_max_of_rows(x)
+        torch.testing.assert_close(lo, x.amin(dim=1).float(), rtol=0, atol=0)
+        torch.testing.assert_close(hi, x.amax(dim=1).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 16, 33, 200])
+def test_nan_of_either_sign_makes_both_ends_nan_and_infinities_stay(dtype, size):
+    for place in {0, size // 2, size - 1}:
+        for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+            x = torch.ones(3, size).to(dtype)
+            x[1, place] = bad
+            if math.isnan(bad):
+                x[1, place] = torch.tensor(torch.nan, dtype=dtype).copysign(torch.tensor(bad, dtype=dtype))
+            lo, hi = native.min_max_of_rows(x)
+            torch.testing.assert_close(lo, x.amin(dim=1).float(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(hi, x.amax(dim=1).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_tensor_may_begin_anywhere_in_memory():
+    memory = torch.randn(4000)
+    for start in range(17):
+        x = memory[start : start + 3000].view(30, 100)
+        assert native.serves(x)
+        torch.testing.assert_close(native.min_max_of_rows(x)[1], x.amax(dim=1), rtol=0, atol=0)
+        scale = torch.full((2, 30), 0.3)
+        native.errors(x, None, scale, None, grid=INT4, norm=2.0, segment=100)
+        native.scores(x, x.abs(), scale, None, grid=INT4, segment=100)
+
+
+def test_what_it_cannot_take_is_left_to_torch():
+    x = torch.randn(8, 8)
+    assert native.serves(x)
+    assert not native.serves(x.T)
+    assert not native.serves(x.double())
+    assert not native.serves(x.to("meta"))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [INT4, INT8, E2M1, E4M3], ids=lambda grid: grid.name)
+@pytest.mark.parametrize("norm", [1.0, 2.0, 2.4, 3.0, 4.0])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("size", [1, 16, 33, 300])
+def test_errors_are_what_float64_says(grid, norm, is_weighted, size, threads):
+    torch.manual_seed(size)
+    x = torch.randn(53, size)
+    weights = torch.rand(53, size) if is_weighted else None
+    absmax = x.abs().amax(dim=1).clamp(min=0.1)
+    scale = absmax / grid.high * torch.tensor([1.1, 1.0, 0.8, 0.5]).unsqueeze(1)
+    point = torch.randint(-3, 4, scale.shape).float() if grid is INT4 else None
+    found = native.errors(x, weights, scale, point, grid=grid, norm=norm, segment=size)
+    lost = steps_lost(x, scale, point, grid).abs().pow(norm) * (1.0 if weights is None else weights.double())
+    torch.testing.assert_close(found.double(), lost.sum(dim=-1), rtol=2e-4, atol=1e-5 * size)
+    if point is None:
+        index, error = native.least(x, weights, scale, None, grid=grid, norm=norm, largest=1e10)
+        exact = lost.sum(dim=-1) * scale.double().pow(norm)
+        torch.testing.assert_close(error.double(), exact.amin(dim=0), rtol=2e-4, atol=1e-9)
+        chosen = exact.gather(0, index.unsqueeze(0))[0]
+        assert bool((chosen <= exact.amin(dim=0) * (1 + 2e-4) + 1e-9).all())
+
+
+def test_the_first_of_equals_is_chosen_and_nothing_is_chosen_by_what_is_not_finite():
+    x = torch.ones(20, 16)
+    scale = torch.ones(3, 20)
+    index, error = native.least(x, None, scale, None, grid=INT4, norm=2.0, largest=1e10)
+    assert index.tolist() == [0] * 20 and error.tolist() == [0.0] * 20
+    scale = torch.stack([torch.full((20,), 1e-30), torch.full((20,), 0.7)])
+    index, error = native.least(x, None, scale, None, grid=INT4, norm=4.0, largest=1e9)
+    assert index.tolist() == [1] * 20 and bool(error.isfinite().all())
+
+
+def test_polynomials_stand_in_for_powers():
+    torch.manual_seed(0)
+    x, scale = torch.randn(20, 48), torch.full((2, 20), 0.3)
+    curves = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 2.0, 0.0, 0.25]])
+    found = native.errors(x, None, scale, None, grid=INT4, norm=2.4, segment=48, curves_JT=curves)
+    u = steps_lost(x, scale, None, INT4).abs()
+    expected = torch.stack([u[0].pow(2), 0.5 * u[1] + 2 * u[1].pow(3) + 0.25 * u[1].pow(5)]).sum(dim=-1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_segments", [1, 3])
+def test_neither_threads_nor_neighbours_nor_segments_change_a_bit(num_segments):
+    torch.manual_seed(0)
+    x, scale = torch.randn(3000, 200 * num_segments), torch.rand(7, 3000) + 0.1
+    whole = []
+    before = torch.get_num_threads()
+    for num in (1, 2):
+        torch.set_num_threads(num)
+        whole.append(native.errors(x, x.abs(), scale, None, grid=E2M1, norm=2.4, segment=200))
+    torch.set_num_threads(before)
+    torch.testing.assert_close(whole[0], whole[1], rtol=0, atol=0)
+    some = slice(1001, 1014)
+    few = native.errors(x[some], x.abs()[some], scale[:, some], None, grid=E2M1, norm=2.4, segment=200)
+    torch.testing.assert_close(few, whole[0][:, some], rtol=0, atol=0)
+    parts = [
+        native.errors(piece.contiguous(), piece.abs().contiguous(), scale, None, grid=E2M1, norm=2.4, segment=200)
+        for piece in torch.split(x, 200, dim=1)
+    ]
+    torch.testing.assert_close(sum(each.double() for each in parts), whole[0].double(), rtol=0, atol=1e-12)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("has_points", [False, True], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(("size", "segment"), [(5, 5), (64, 64), (129, 129), (300, 100)])
+def test_scores_are_what_float64_says(is_weighted, has_points, size, segment, threads):
+    torch.manual_seed(size)
+    x = torch.randn(45, size)
+    weights = torch.rand(45, size) if is_weighted else None
+    scale = torch.rand(3, 45) * 0.3 + 0.05
+    point = torch.randint(-4, 4, (3, 45)).float() if has_points else None
+    products, squares = native.scores(x, weights, scale, point, grid=INT4, segment=segment)
+    shift = torch.zeros(3, 45, 1) if point is None else point.unsqueeze(-1)
+    codes = (x * scale.reciprocal().unsqueeze(-1)).round()
+    codes = torch.minimum(torch.maximum(codes, -8 - shift), 7 - shift).double()
+    w = 1.0 if weights is None else weights.double()
+    torch.testing.assert_close(products.double(), (w * x.double() * codes).sum(dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(squares.double(), (w * codes * codes).sum(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1, 16, 20, 48, 64])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(("size", "segment"), [(3, 3), (16, 16), (70, 70), (120, 40)])
+def test_lines_are_looked_up(columns, is_weighted, size, segment, threads):
+    torch.manual_seed(columns)
+    x, table = torch.randn(29, size), torch.rand(2 * 50, columns)
+    weights = torch.rand(29, size) if is_weighted else None
+    first = torch.randint(0, 2, (29,)).float() * 50
+    lines = native.Lines(native.in_vectors(table), columns, torch.full((29,), 9.0), first + 25.5, first, 50)
+    place = torch.maximum(
+        torch.minimum(x * 9.0 + (first + 25.5).unsqueeze(1), first.unsqueeze(1) + 49), first.unsqueeze(1)
+    )
+    picked = table.double()[place.long()]
+    expected = (picked if weights is None else picked * weights.double().unsqueeze(-1)).sum(dim=1)
+    torch.testing.assert_close(
+        native.chart_sums(x, weights, lines, segment=segment).double(), expected, rtol=1e-5, atol=1e-5
+    )
+    if size == segment:
+        index, least = native.chart_least(x, weights, lines)
+        torch.testing.assert_close(least.double(), expected.amin(dim=1), rtol=1e-5, atol=1e-5)
+        chosen = expected.gather(1, index.unsqueeze(1))[:, 0]
+        torch.testing.assert_close(chosen, expected.amin(dim=1), rtol=1e-5, atol=1e-5)
+
+
+# ---- with and without ------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_can_do_without_them():
+    code = "from scalewright.numerics import native; print(native.kernels())"
+    for wish, found in (("torch", "torch"), ("", "native")):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "SCALEWRIGHT_KERNELS": wish},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == found
