@@ -9,7 +9,7 @@ setup(
             ["src/scalewright/numerics/_native.cpp"],
             depends=["src/scalewright/numerics/_loops.h"],
             language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-fno-trapping-math", "-fopenmp", "-Wno-psabi", "-g0"],
+            extra_compile_args=["-std=c++17", "-O2", "-fno-trapping-math", "-fopenmp", "-Wno-psabi", "-g0"],
             extra_link_args=["-fopenmp"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
             py_limited_api=True,

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from scalewright.checkpoint.cut_files import check_not_cut
 from scalewright.errors import ModelError
+from scalewright.numerics.native import kernels
 
 _SUFFIXES = (".json", ".safetensors")
 _CHUNK = 1 << 22
@@ -24,8 +25,8 @@ _PACKAGES = ("scalewright", "torch", "transformers", "compressed-tensors")
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose code decides what is written."""
-    return {name: version(name) for name in _PACKAGES}
+    """Of the packages whose code decides what is written, and which kernels compute it: their sums are not the same."""
+    return {**{name: version(name) for name in _PACKAGES}, "kernels": kernels()}
 
 
 @dataclass(frozen=True)

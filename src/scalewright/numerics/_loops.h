@@ -95,7 +95,7 @@ INLINE Floats raised(Floats u, const Power &norm) {
 // ---- rows, side by side ----------------------------------------------------------------------------------------------
 
 // Elements from `start` on of up to 16 rows: tile[e * 16 + row]; an even number of them, the last may be a zero.
-INLINE void turn(const float *x, int64_t row_size, int64_t start, int64_t num_elements, int64_t num_rows, float *tile) {
+static void turn(const float *x, int64_t row_size, int64_t start, int64_t num_elements, int64_t num_rows, float *tile) {
     for (int64_t k = 0; k < num_rows; k++) {
         const float *row = x + k * row_size + start;
         for (int64_t e = 0; e < num_elements; e++) tile[e * LANES + k] = row[e];
@@ -103,8 +103,8 @@ INLINE void turn(const float *x, int64_t row_size, int64_t start, int64_t num_el
     }
 }
 
-// For each candidate j the scales of the rows from `first` on, 1 for those that are not there.
-INLINE void qparams_of(const Measure &job, int64_t first, int64_t num, int64_t j, float *inverse, float *point) {
+// The inverse scales and the zero points of the rows from `first` on, for candidate j.
+static void qparams_of(const Measure &job, int64_t first, int64_t num, int64_t j, float *inverse, float *point) {
     const float *scale = job.scale + j * job.positions, *zero = job.point ? job.point + j * job.positions : nullptr;
     if (job.rows_of_position == 1 && num == LANES) {
         store(inverse, load(scale + first)), store(point, zero ? load(zero + first) : splat(0.0f));
@@ -117,14 +117,17 @@ INLINE void qparams_of(const Measure &job, int64_t first, int64_t num, int64_t j
     store(inverse, splat(1.0f) / load(inverse));
 }
 
-template <class Loop>
-INLINE void go_over_tiles(const Measure &job, const Loop &loop) {
-    std::vector<float> sums(job.candidates * Loop::SUMS * LANES);
-    alignas(64) float x[CHUNK * LANES], weights[CHUNK * LANES], inverse[LANES], point[LANES], part[Loop::SUMS * LANES];
-    std::memset(x, 0, sizeof x), std::memset(weights, 0, sizeof weights);
+// Sums over some elements of 16 rows, for candidate j: one vector, or two.
+typedef void (*SumLoop)(const Measure &job, const float *x, const float *weights, int64_t elements, const float *inverse,
+                        const float *point, int64_t j, float *out);
+// What becomes of the sums of 16 rows, which are those of all candidates.
+typedef void (*Choice)(const Measure &job, int64_t row, int64_t num, const float *sums);
+
+static void go_over_tiles(const Measure &job, SumLoop loop, int num_sums, Choice choose) {
+    std::vector<float> sums(job.candidates * num_sums * LANES);
+    alignas(64) float x[CHUNK * LANES] = {0}, weights[CHUNK * LANES] = {0}, inverse[LANES], point[LANES], part[2 * LANES];
     for (int64_t row = job.first; row < job.last; row += LANES) {
         const int64_t num = std::min<int64_t>(LANES, job.last - row);
-        if (num < LANES) std::memset(x, 0, sizeof x), std::memset(weights, 0, sizeof weights);
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (int64_t start = 0; start < job.row_size; start += CHUNK) {
             const int64_t elements = std::min<int64_t>(CHUNK, job.row_size - start);
@@ -132,112 +135,98 @@ INLINE void go_over_tiles(const Measure &job, const Loop &loop) {
             if (job.weights) turn(job.weights + row * job.row_size, job.row_size, start, elements, num, weights);
             for (int64_t j = 0; j < job.candidates; j++) {
                 qparams_of(job, row, num, j, inverse, point);
-                loop.sum(x, weights, elements, inverse, point, j, part);
-                float *sum = sums.data() + j * Loop::SUMS * LANES;
-                for (int i = 0; i < Loop::SUMS * LANES; i++) sum[i] += part[i];
+                loop(job, x, weights, elements, inverse, point, j, part);
+                for (int i = 0; i < num_sums; i++) {
+                    float *sum = sums.data() + (j * num_sums + i) * LANES;
+                    store(sum, load(sum) + load(part + i * LANES));
+                }
             }
         }
         if (job.index) {
-            loop.choose(job, row, num, sums.data());
+            choose(job, row, num, sums.data());
             continue;
         }
         for (int64_t j = 0; j < job.candidates; j++)
-            for (int i = 0; i < Loop::SUMS; i++)
-                std::memcpy(job.out + (i * job.candidates + j) * job.rows + row, sums.data() + (j * Loop::SUMS + i) * LANES,
+            for (int i = 0; i < num_sums; i++)
+                std::memcpy(job.out + (i * job.candidates + j) * job.rows + row, sums.data() + (j * num_sums + i) * LANES,
                             num * sizeof(float));
     }
 }
 
 template <bool is_float, int power, bool is_weighted>
-struct ErrorLoop {
-    static constexpr int SUMS = 1;
-    const Measure &job;
-    Grid grid;
-    explicit ErrorLoop(const Measure &job)
-        : job(job), grid{splat(job.low), splat(job.high), splat(job.smallest_normal), splat(job.rounder)} {}
-
-    __attribute__((always_inline)) void sum(const float *x, const float *weights, int64_t elements, const float *inverses,
-                                            const float *points, int64_t j, float *out) const {
-        Power norm = {splat(job.norm), {}};
-        for (int i = 0; power == CURVE && i < TERMS; i++) norm.curve[i] = splat(job.curves[j * TERMS + i]);
-        const Floats inverse = load(inverses), point = load(points);
-        Floats totals[2] = {splat(0.0f), splat(0.0f)};  // one addition would have to wait for the other
-        for (int64_t e = 0; e < elements; e += 2)
+static void sum_errors(const Measure &job, const float *x, const float *weights, int64_t elements, const float *inverses,
+                       const float *points, int64_t j, float *out) {
+    const Grid grid = {splat(job.low), splat(job.high), splat(job.smallest_normal), splat(job.rounder)};
+    Power norm = {splat(job.norm), {}};
+    for (int i = 0; power == CURVE && i < TERMS; i++) norm.curve[i] = splat(job.curves[j * TERMS + i]);
+    const Floats inverse = load(inverses), point = load(points);
+    Floats totals[2] = {splat(0.0f), splat(0.0f)};  // one addition would have to wait for the other
+    for (int64_t e = 0; e < elements; e += 2)
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {  // elements that make the number even are zeros
-                Floats steps = load(x + (e + i) * LANES) * inverse + point;
-                Floats lost = raised<power>(steps - rounded<is_float>(steps, grid), norm);
-                totals[i] = totals[i] + (is_weighted ? lost * load(weights + (e + i) * LANES) : lost);
-            }
-        store(out, totals[0] + totals[1]);
-    }
-
-    // Writes which candidate loses least (the first of equals) and how much, when `sums` are in steps of the scales.
-    __attribute__((always_inline)) void choose(const Measure &job, int64_t row, int64_t num, const float *sums) const {
-        const Power norm = {splat(job.norm), {}};
-        alignas(64) float least[LANES], scale[LANES];
-        int32_t index[LANES] = {0};
-        Floats best = splat(HUGE_VALF), best_index = splat(0.0f);
-        for (int64_t j = 0; j < job.candidates; j++) {
-            store(scale, splat(1.0f));
-            std::memcpy(scale, job.scale + j * job.positions + row, num * sizeof(float));
-            const Floats unit = raised<power == CURVE ? ANY : power>(smaller(load(scale), splat(job.largest_scale)), norm);
-            const Floats error = load(sums + j * LANES) * unit;
-            EACH(i) {
-                const IntVector is_less = error.v[i] < best.v[i];
-                best.v[i] = is_less ? error.v[i] : best.v[i];
-                best_index.v[i] = is_less ? (float)j - FloatVector{} : best_index.v[i];
-            }
+        for (int i = 0; i < 2; i++) {
+            Floats steps = load(x + (e + i) * LANES) * inverse + point;
+            Floats lost = raised<power>(steps - rounded<is_float>(steps, grid), norm);
+            totals[i] = totals[i] + (is_weighted ? lost * load(weights + (e + i) * LANES) : lost);
         }
-        store(least, best);
-        EACH(i) ((IntVector *)index)[i] = __builtin_convertvector(best_index.v[i], IntVector);
-        for (int64_t k = 0; k < num; k++) job.index[row + k] = index[k];
-        std::memcpy(job.out + row, least, num * sizeof(float));
+    store(out, totals[0] + totals[1]);
+}
+
+// Writes which candidate loses least (the first of equals) and how much: `sums` are in steps of the scales.
+template <int power>
+static void choose_least(const Measure &job, int64_t row, int64_t num, const float *sums) {
+    const Power norm = {splat(job.norm), {}};
+    alignas(64) float least[LANES], scale[LANES];
+    alignas(64) int32_t index[LANES];
+    Floats best = splat(HUGE_VALF), best_index = splat(0.0f);
+    for (int64_t j = 0; j < job.candidates; j++) {
+        store(scale, splat(1.0f));
+        std::memcpy(scale, job.scale + j * job.positions + row, num * sizeof(float));
+        const Floats error = load(sums + j * LANES) * raised<power>(smaller(load(scale), splat(job.largest_scale)), norm);
+        EACH(i) {
+            const IntVector is_less = error.v[i] < best.v[i];
+            best.v[i] = is_less ? error.v[i] : best.v[i];
+            best_index.v[i] = is_less ? (float)j - FloatVector{} : best_index.v[i];
+        }
     }
-};
-
-template <bool is_float, int power>
-INLINE void errors_by_weights(const Measure &job) {
-    if (job.weights) go_over_tiles(job, ErrorLoop<is_float, power, true>(job));
-    else go_over_tiles(job, ErrorLoop<is_float, power, false>(job));
+    store(least, best);
+    EACH(i) ((IntVector *)index)[i] = __builtin_convertvector(best_index.v[i], IntVector);
+    for (int64_t k = 0; k < num; k++) job.index[row + k] = index[k];
+    std::memcpy(job.out + row, least, num * sizeof(float));
 }
 
-template <bool is_float>
-INLINE void errors_by_norm(const Measure &job) {
-    if (job.curves) errors_by_weights<is_float, CURVE>(job);
-    else if (job.norm == 2) errors_by_weights<is_float, 2>(job);
-    else if (job.norm == 1) errors_by_weights<is_float, 1>(job);
-    else if (job.norm == 3) errors_by_weights<is_float, 3>(job);
-    else if (job.norm == 4) errors_by_weights<is_float, 4>(job);
-    else errors_by_weights<is_float, ANY>(job);
+template <int power>
+static void errors_of_power(const Measure &job) {
+    const bool is_float = job.smallest_normal > 0;
+    const SumLoop loop = job.weights ? (is_float ? sum_errors<true, power, true> : sum_errors<false, power, true>)
+                                     : (is_float ? sum_errors<true, power, false> : sum_errors<false, power, false>);
+    go_over_tiles(job, loop, 1, choose_least<power == CURVE ? ANY : power>);
 }
 
-static void errors(const Measure &job) { job.smallest_normal > 0 ? errors_by_norm<true>(job) : errors_by_norm<false>(job); }
+static void errors(const Measure &job) {
+    if (job.curves) errors_of_power<CURVE>(job);
+    else if (job.norm == 2) errors_of_power<2>(job);
+    else if (job.norm == 1) errors_of_power<1>(job);
+    else if (job.norm == 3) errors_of_power<3>(job);
+    else if (job.norm == 4) errors_of_power<4>(job);
+    else errors_of_power<ANY>(job);
+}
 
 template <bool is_weighted>
-struct ScoreLoop {
-    static constexpr int SUMS = 2;
-    const Measure &job;
-    explicit ScoreLoop(const Measure &job) : job(job) {}
-
-    __attribute__((always_inline)) void sum(const float *x, const float *weights, int64_t elements, const float *inverses,
-                                            const float *points, int64_t, float *out) const {
-        const Floats inverse = load(inverses), point = load(points);
-        const Grid grid = {splat(job.low) - point, splat(job.high) - point, splat(job.smallest_normal), splat(job.rounder)};
-        Floats products = splat(0.0f), squares = products;
-        for (int64_t e = 0; e < elements; e++) {
-            const Floats value = load(x + e * LANES), code = rounded<false>(value * inverse, grid);
-            const Floats weighted = is_weighted ? code * load(weights + e * LANES) : code;
-            products = products + weighted * value, squares = squares + weighted * code;
-        }
-        store(out, products), store(out + LANES, squares);
+static void sum_scores(const Measure &job, const float *x, const float *weights, int64_t elements, const float *inverses,
+                       const float *points, int64_t, float *out) {
+    const Floats inverse = load(inverses), point = load(points);
+    const Grid grid = {splat(job.low) - point, splat(job.high) - point, splat(job.smallest_normal), splat(job.rounder)};
+    Floats products = splat(0.0f), squares = products;
+    for (int64_t e = 0; e < elements; e++) {
+        const Floats value = load(x + e * LANES), code = rounded<false>(value * inverse, grid);
+        const Floats weighted = is_weighted ? code * load(weights + e * LANES) : code;
+        products = products + weighted * value, squares = squares + weighted * code;
     }
-    void choose(const Measure &, int64_t, int64_t, const float *) const {}
-};
+    store(out, products), store(out + LANES, squares);
+}
 
 static void scores(const Measure &job) {
-    if (job.weights) go_over_tiles(job, ScoreLoop<true>(job));
-    else go_over_tiles(job, ScoreLoop<false>(job));
+    go_over_tiles(job, job.weights ? sum_scores<true> : sum_scores<false>, 2, nullptr);
 }
 
 // ---- looked up in a chart --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -171,4 +172,11 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "See native.py.", -1
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__native(void) {
+    const char *kernels = std::getenv("SCALEWRIGHT_KERNELS");
+    if (kernels && !std::strcmp(kernels, "torch")) {
+        PyErr_SetString(PyExc_ImportError, "SCALEWRIGHT_KERNELS=torch does without the compiled loops");
+        return nullptr;
+    }
+    return PyModule_Create(&definition);
+}

@@ -7,7 +7,6 @@ the environment does without them.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,10 @@ from scalewright.numerics.grids import Grid
 # P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
 
 _module: Any = None
-if os.environ.get("SCALEWRIGHT_KERNELS") != "torch":
-    try:
-        from scalewright.numerics import _native as _module  # type: ignore[attr-defined, no-redef]
-    except ImportError:  # there was no compiler
-        _module = None
+try:
+    from scalewright.numerics import _native as _module  # type: ignore[attr-defined, no-redef]
+except ImportError:  # there was no compiler, or it is not wanted
+    _module = None
 
 _level = 0 if _module is None else _module.best_level()
 """Which of the vectors that the loops are compiled for are used: the widest that the processor has."""
