@@ -163,7 +163,7 @@ def test_the_least_column_is_found_with_its_sum(num_ratios):
     base_P = symmetric_base(positions, INT4)
     ratios = tuple(torch.linspace(0.5, 1.3, num_ratios).tolist())
     chart = plain_chart(INT4, 2.4, ratios, affine=False, device="cpu")
-    error_P, column_P = chart.least(positions, base_P)
+    column_P, error_P = chart.least(positions, base_P)
     sums_PC = chart.sums(positions, base_P)
     torch.testing.assert_close(error_P, sums_PC.amin(dim=1), rtol=1e-5, atol=0)
     at_column = sums_PC.gather(1, column_P.long().unsqueeze(1))[:, 0]

@@ -162,8 +162,6 @@ def test_scores_are_the_sums_that_the_best_scale_for_the_codes_comes_from(shape,
         codes = (x * scale.reciprocal()).round().clamp(-8 - point, 7 - point).double()
         for found, expected in ((a_KP[k], x.double() * codes * w), (b_KP[k], codes.square() * w)):
             torch.testing.assert_close(found.double(), expected.sum(dim=(0, -1)).flatten(), rtol=1e-5, atol=0)
-    total = (x.double().square() * w).sum(dim=(0, -1)).flatten()
-    torch.testing.assert_close(judge.total(positions), total, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -231,17 +229,15 @@ def test_positions_in_many_blocks_lose_what_whole_ones_lose_bit_for_bit(shape, n
     pieces = list(positions_of(x, *min_max(x), weights_NQG=weights, block_elements=shape[-1]))
     assert not pieces[0].is_whole
     judge, scale_P = Judge(INT4, norm), ladder(whole, INT4)[4]
-    start, errors, totals, products, squares = 0, [], [], [], []
+    start, errors, products, squares = 0, [], [], []
     for piece in pieces:
         part_P = scale_P[start : start + len(piece.unit_P)]
         start += len(piece.unit_P)
         errors.append(judge.errors(piece, part_P))
-        totals.append(judge.total(piece))
         a_1P, b_1P = judge.scores(piece, part_P.unsqueeze(0))
         products.append(a_1P[0])
         squares.append(b_1P[0])
     torch.testing.assert_close(torch.cat(errors), judge.errors(whole, scale_P), rtol=0, atol=0)
-    torch.testing.assert_close(torch.cat(totals), judge.total(whole), rtol=0, atol=0)
     a_1P, b_1P = judge.scores(whole, scale_P.unsqueeze(0))
     torch.testing.assert_close(torch.cat(products), a_1P[0], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat(squares), b_1P[0], rtol=0, atol=0)

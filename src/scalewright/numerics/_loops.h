@@ -216,13 +216,16 @@ static void sum_scores(const Measure &job, const float *x, const float *weights,
                        const float *points, int64_t, float *out) {
     const Floats inverse = load(inverses), point = load(points);
     const Grid grid = {splat(job.low) - point, splat(job.high) - point, splat(job.smallest_normal), splat(job.rounder)};
-    Floats products = splat(0.0f), squares = products;
-    for (int64_t e = 0; e < elements; e++) {
-        const Floats value = load(x + e * LANES), code = rounded<false>(value * inverse, grid);
-        const Floats weighted = is_weighted ? code * load(weights + e * LANES) : code;
-        products = products + weighted * value, squares = squares + weighted * code;
-    }
-    store(out, products), store(out + LANES, squares);
+    Floats products[2], squares[2];
+    for (int i = 0; i < 2; i++) products[i] = squares[i] = splat(0.0f);
+    for (int64_t e = 0; e < elements; e += 2)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const Floats value = load(x + (e + i) * LANES), code = rounded<false>(value * inverse, grid);
+            const Floats weighted = is_weighted ? code * load(weights + (e + i) * LANES) : code;
+            products[i] = products[i] + weighted * value, squares[i] = squares[i] + weighted * code;
+        }
+    store(out, products[0] + products[1]), store(out + LANES, squares[0] + squares[1]);
 }
 
 static void scores(const Measure &job) {
@@ -258,9 +261,14 @@ INLINE void chart_of(const Chart &job) {
         if (job.index) {
             alignas(64) float all[width * LANES];
             for (int v = 0; v < width; v++) store(all + v * LANES, sums[v]);
-            int64_t best = 0;
-            for (int64_t c = 1; c < job.used; c++) best = all[c] < all[best] ? c : best;
-            job.index[row] = best, job.out[row] = all[best];
+            // Sums that are equal but for their last bits are equal: the number of the column stands in these.
+            int32_t best = INT32_MAX, bits;
+            for (int32_t c = 0; c < job.used; c++) {
+                std::memcpy(&bits, all + c, sizeof bits);
+                best = std::min(best, (bits & -MOST_COLUMNS) | c);
+            }
+            job.index[row] = best & (MOST_COLUMNS - 1);
+            std::memcpy(job.out + row, &best, sizeof best);
         } else {
             for (int v = 0; v < width; v++) store(job.out + row * width * LANES + v * LANES, sums[v]);
         }

@@ -23,7 +23,8 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int CHUNK = 128;  // elements that are summed before they are added to others
+constexpr int MOST_COLUMNS = 4 * LANES;  // of a chart
+constexpr int CHUNK = 32;  // elements that are summed before they are added to others
 constexpr int TERMS = 5;    // of a polynomial that stands in for a power
 constexpr int ANY = 0, CURVE = -1;  // norms that are no whole number
 constexpr int32_t MAGNITUDE = 0x7FFFFFFF, EXPONENT = 0x7F800000;  // bits of fp32

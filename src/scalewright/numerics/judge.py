@@ -151,16 +151,6 @@ class Judge:
         point_1P = None if zero_point_P is None else zero_point_P.unsqueeze(0)
         return self._in_units(self._sums(positions, scale_P.unsqueeze(0), point_1P)[0], scale_P)
 
-    def total(self, positions: Positions) -> Tensor:
-        """`sum of w * x * x`, float64 [P]: what is lost when every code is 0."""
-        total_P = torch.zeros(len(positions.unit_P), dtype=torch.float64, device=positions.unit_P.device)
-        for block in positions:
-            if block.weights_PE is None:
-                total_P += block.sum_of_squares(block.x_PE)
-            else:
-                total_P += self._sum_of_squares(block, block.scratch[0].copy_(block.x_PE))
-        return total_P
-
     def scores(
         self, positions: Positions, scale_JP: Tensor, zero_point_JP: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,8 @@ _LARGEST_AFFINE = {2: 1.3, **dict.fromkeys(range(3, 9), 1.1)}
 _FARTHEST, _NUM_FAR = 0.08, 12
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
-_FITTED_BITS = 4  # beyond, sum(w x x) - A * A / B is a difference of numbers too close to each other for fp32
+_FITTED_BITS = 4  # with more, the search closes in between rungs
+_TIE = 1e-6  # fits that differ by less are as good as each other: rounding would choose
 _CHARTED_POINTS = 16  # more zero points would make too large a chart
 _FEWER_UNCHARTED = 3  # rungs that must be measured one by one
 
@@ -190,35 +191,28 @@ class Ladder:
     # ---- from there on ---------------------------------------------------------------------------------------------
 
     def _fit(self, rung_P: Tensor, point_P: Tensor | None, refits: int) -> Found:
-        """The best scale for the codes that the rung gives, and for those that this one gives, and so on."""
-        total_P = self.judge.total(self.positions)
-        scale_2P = torch.stack([self.minmax.scale_P, self._scale_at(rung_P)])
-        minmax_point_P, point_2P = self.minmax.point_P, None
-        if minmax_point_P is not None and point_P is not None:
-            point_2P = torch.stack([minmax_point_P, point_P])
-        products_2P, squares_2P = self.judge.scores(self.positions, scale_2P, point_2P)
-        found = self._fitted(minmax_point_P, total_P, products_2P[0], squares_2P[0], self.minmax.scale_P)
-        found = found.or_better(self._fitted(point_P, total_P, products_2P[1], squares_2P[1]))
-        for _ in range(refits):
-            point_1P = None if found.point_P is None else found.point_P.unsqueeze(0)
-            products_1P, squares_1P = self.judge.scores(self.positions, found.scale_P.unsqueeze(0), point_1P)
-            found = found.or_better(self._fitted(found.point_P, total_P, products_1P[0], squares_1P[0]))
-        return found
+        """The best scale for the codes that the rung gives, and for those that this one gives, and so on.
 
-    def _fitted(
-        self,
-        point_P: Tensor | None,
-        total_P: Tensor,
-        products_P: Tensor,
-        squares_P: Tensor,
-        scale_P: Tensor | None = None,
-    ) -> Found:
-        """The best scale for some codes (or `scale_P`), as stored, and what they lose: coded anew they lose less."""
-        if scale_P is None:
-            fitted_P = torch.where(squares_P > 0, products_P / squares_P, 0.0).float()
+        What they lose is measured: as `sum(w x x) - A * A / B` it would be a small difference of large numbers, and
+        their last bits would decide.
+        """
+        point_1P = None if point_P is None else point_P.unsqueeze(0)
+        scales = [self.minmax.scale_P]
+        scale_P = self._scale_at(rung_P)
+        for _ in range(1 + refits):
+            products_1P, squares_1P = self.judge.scores(self.positions, scale_P.unsqueeze(0), point_1P)
+            fitted_P = torch.where(squares_1P[0] > 0, products_1P[0] / squares_1P[0], 0.0).float()
             scale_P = torch.where(fitted_P > 0, self.stored(fitted_P), self.minmax.scale_P)
-        scale64_P = scale_P.double()
-        return Found(scale_P, point_P, total_P - scale64_P * (2 * products_P - scale64_P * squares_P))
+            scales.append(scale_P)
+        points_KP = None
+        if point_P is not None and self.minmax.point_P is not None:
+            points_KP = torch.stack([self.minmax.point_P, *[point_P] * (len(scales) - 1)])
+        judged = self.judge.judge(self.positions, torch.stack(scales), points_KP)
+        index_P, error_P = torch.zeros_like(scale_P, dtype=torch.int64), judged.most_KP[0]
+        for k, tried_P in enumerate(judged.most_KP[1:], start=1):
+            is_better_P = tried_P < error_P * (1 - _TIE)
+            index_P, error_P = torch.where(is_better_P, k, index_P), torch.where(is_better_P, tried_P, error_P)
+        return _found_at(judged, index_P)
 
     def _close_in(self, rung_P: Tensor, point_P: Tensor | None, refits: int) -> Found:
         """Try scales on both sides, each time three times as close."""
@@ -235,11 +229,7 @@ class Ladder:
         every = Judged.joined(tried)
         index_P = every.most_KP.min(dim=0).indices
         last = every.at(torch.stack([torch.zeros_like(index_P), index_P]))
-        index_1P = self.judge.best(self.positions, last).unsqueeze(0)
-        points_KP = last.zero_point_KP
-        return Found(
-            last.scale_KP.gather(0, index_1P)[0], None if points_KP is None else points_KP.gather(0, index_1P)[0]
-        )
+        return _found_at(last, self.judge.best(self.positions, last))
 
     # ---- scales and what they lose -----------------------------------------------------------------------------------
 
@@ -286,6 +276,12 @@ def _loud_range(positions: Positions) -> tuple[Tensor, Tensor]:
         loud_PE = torch.where(block.weights_PE > least_P1, block.x_PE, 0.0)
         lo_P, hi_P = torch.minimum(lo_P, loud_PE.amin(dim=1)), torch.maximum(hi_P, loud_PE.amax(dim=1))
     return lo_P, hi_P
+
+
+def _found_at(judged: Judged, index_P: Tensor) -> Found:
+    index_1P, points_KP = index_P.unsqueeze(0), judged.zero_point_KP
+    point_P = None if points_KP is None else points_KP.gather(0, index_1P)[0]
+    return Found(judged.scale_KP.gather(0, index_1P)[0], point_P)
 
 
 def _is_rough(positions: Positions) -> bool:

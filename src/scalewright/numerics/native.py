@@ -136,7 +136,10 @@ def chart_sums(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines, *, segment
 
 
 def chart_least(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines) -> tuple[Tensor, Tensor]:
-    """The column with the least sum, the first of equals, and that sum, where positions are one segment: two [P]."""
+    """The column with the least sum, the first of equals, and that sum, where positions are one segment: two [P].
+
+    Sums are not negative, and compared but for their last six bits.
+    """
     error_P, index_P = torch.empty(len(x_PE), dtype=torch.float32), torch.empty(len(x_PE), dtype=torch.int64)
     _look_up(x_PE, weights_PE, lines, x_PE.shape[1], error_P, index_P)
     return index_P, error_P
