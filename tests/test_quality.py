@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -286,7 +287,10 @@ def test_checkpoints_are_written_with_negative_scales_or_without(quality, model,
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the trained model stories260K does not lie beside the project")
 @pytest.mark.parametrize("tokens", [40, 128, 512])
 def test_best_is_better_than_balanced_with_few_tokens_too(tokens):
-    """It was twice as bad with 40: what they say of how channels go together is chance."""
+    """It was twice as bad with 40: what they say of how channels go together is chance.
+
+    A last bit of a sum moves `best` by a hundredth with so few tokens, so several pieces are taken together.
+    """
     model = AutoModelForCausalLM.from_pretrained(STORIES)
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     calibration, other = (
@@ -295,10 +299,10 @@ def test_best_is_better_than_balanced_with_few_tokens_too(tokens):
     )
     with torch.no_grad():
         original = model(other[:2048].view(8, 256)).logits.log_softmax(dim=-1)
-        lost = {}
-        for quality in ("balanced", "best"):
+        lost = {"balanced": 0.0, "best": 0.0}
+        for quality, start in product(lost, range(0, 4 * tokens, tokens)):
             recipe = recipe_for(quality, "W4A16", group_size=4)
-            result = oneshot(STORIES, recipe=recipe, dataset=[calibration[:tokens].tolist()])
+            result = oneshot(STORIES, recipe=recipe, dataset=[calibration[start : start + tokens].tolist()])
             found = result.model(other[:2048].view(8, 256)).logits.log_softmax(dim=-1)
-            lost[quality] = float((original.exp() * (original - found)).sum(dim=-1).mean())
+            lost[quality] += float((original.exp() * (original - found)).sum(dim=-1).mean())
     assert lost["best"] < 0.9 * lost["balanced"]
