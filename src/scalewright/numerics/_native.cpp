@@ -6,7 +6,8 @@
 //   chart   sums of rows of a table that values look up
 //
 // native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and nothing is
-// decided here. Sums are fp32 over one row. Without fused multiply-adds they are the same on every processor.
+// decided here. Sums are fp32 over one row, in one order; their last bits depend on whether the processor has fused
+// multiply-adds, and on nothing else.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
