@@ -5,9 +5,9 @@
 //   scores  the products and squares that the best scale for given codes is made from
 //   chart   sums of rows of a table that values look up
 //
-// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and nothing is
-// decided here. Sums are fp32 over one row, in one order; their last bits depend on whether the processor has fused
-// multiply-adds, and on nothing else.
+// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py. Which
+// candidates there are is no business of theirs. Sums are fp32 over one row, in one order; their last bits depend on
+// whether the processor has fused multiply-adds, and on nothing else.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -24,7 +24,7 @@ from scalewright.numerics.measure import abs_power_, is_quick_norm
 
 _WORTH_A_CURVE = 2e-2  # bounds that are wider leave too many candidates in the race
 _WORTH_BOUNDS = 32  # elements of a position: of fewer the powers are compiled loops' work for less than bounds cost
-_BATCH = 8  # candidates that are judged at a time
+BATCH = 8  # candidates that are judged at a time
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Judge:
                 return native.least(
                     block.x_PE, block.weights_PE, scale_KP, None, grid=self.grid, norm=self.norm, largest=self._largest
                 )
-        batches = [self.judge(positions, scale_JP) for scale_JP in torch.split(scale_KP, _BATCH)]
+        batches = [self.judge(positions, scale_JP) for scale_JP in torch.split(scale_KP, BATCH)]
         judged = Judged.joined(batches)
         return self.best(positions, judged), judged.most_KP.amin(dim=0)
 

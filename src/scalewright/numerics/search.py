@@ -17,13 +17,12 @@ from torch import Tensor
 from scalewright.numerics.blocks import BLOCK_ELEMENTS, InOrder, Positions, positions_of
 from scalewright.numerics.charts import error_chart
 from scalewright.numerics.grids import grid_of
-from scalewright.numerics.judge import Judge, Judged
+from scalewright.numerics.judge import BATCH, Judge, Judged
 from scalewright.numerics.measure import is_quick_norm
 from scalewright.numerics.scales import E4M3_SCALES, candidate_qparams, effective_scale
 
 # N observations, Q qparam positions, G elements that share one scale, K candidates (J in a batch); P positions.
 
-_BATCH = 8  # candidates that are judged at a time
 _CHARTED = 20  # candidates in one chart: a row should not be much longer than two lines of the cache
 _WORTH_A_CHART = 6
 _MANY = 64  # elements of a group: bounds for many candidates cost more than they save in smaller ones
@@ -111,7 +110,7 @@ class _Search:
             return self._best_charted(positions)
         judged: Judged | None = None
         tried_P = torch.full_like(positions.unit_P, len(self.candidates_K2), dtype=torch.int64)
-        for factors_J2 in torch.split(self.candidates_K2, _BATCH):
+        for factors_J2 in torch.split(self.candidates_K2, BATCH):
             batch = self.judge.judge(positions, *self._stored(positions, *factors_J2.T.unsqueeze(-1)))
             judged = batch if judged is None else Judged.joined([judged, batch])
             num_judged = len(judged.scale_KP)
