@@ -280,8 +280,8 @@ def test_mistakes_are_one_line(words, expected, more, tmp_path, monkeypatch):
             "--recipe: what layers lose is measured for --schemes, such as W4A16,W8A16. Give those.",
         ),
         (
-            ("--importance", "a.safetensors", "--positive-scales"),
-            "--importance, --positive-scales: no scheme is chosen without --bits. Give those, or leave it out.",
+            ("--importance", "a.safetensors"),
+            "--importance: no scheme is chosen without --bits. Give those, or leave it out.",
         ),
         (
             ("--pipeline", "basic", "--batch-size", 2, "--max-memory", "8GB", "--ranks", 2),
@@ -314,3 +314,33 @@ def test_one_scheme_leaves_nothing_to_choose(found):
     with pytest.raises(RecipeError) as caught:
         share_out(alone, 5.0)
     assert str(caught.value) == "schemes: W4A16 alone leaves nothing to choose. Name two or more."
+
+
+@pytest.mark.parametrize("quality", ["fast", "balanced"])
+def test_positive_scales_are_measured_where_they_will_be_stored(quality):
+    """An observer that is named has no signed scales, so both ways measure the same."""
+    asked = {"schemes": ("W3A16", "W8A16"), "group_size": 32, "quality": quality}
+    positive = measure_sensitivity(llama(), IDS, positive_scales=True, **asked)
+    signed = measure_sensitivity(llama(), IDS, **asked)
+    if quality == "balanced":
+        named = measure_sensitivity(llama(), IDS, observer="optimal", **asked)
+        assert [each.losses["W3A16"] for each in positive.groups] == [each.losses["W3A16"] for each in named.groups]
+    assert all(a.losses["W3A16"] != b.losses["W3A16"] for a, b in zip(positive.groups, signed.groups, strict=True))
+    assert "signed" not in share_out(positive, 6.0).recipe.to_yaml()
+    assert "signed" in share_out(signed, 6.0).recipe.to_yaml()
+
+
+def test_positive_scales_of_the_command_line_reach_the_measurement(model, data):
+    words = ("plan", model, "--sensitivity", "--schemes", "W3A16,W8A16", "--group-size", 32, "--data", data, "--json")
+    found = json.loads(run(*words, "--positive-scales"))
+    expected = measure_sensitivity(model, data, schemes=("W3A16", "W8A16"), group_size=32, positive_scales=True)
+    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert found != json.loads(run(*words))
+
+
+@pytest.mark.parametrize("quality", ["balanced", "best"])
+def test_a_plan_with_bits_counts_what_is_left_as_it_is(model, data, quality):
+    """The head is ignored, though layers are named one by one and no target means it."""
+    words = ("plan", model, "--bits", 6, "--schemes", "W4A16,W8A16", "--group-size", 32, "--quality", quality)
+    assert json.loads(run(*words, "--data", data, "--json"))["ignored"] == ["lm_head"]
+    assert "bits each in these layers; 1 layer is ignored" in run(*words, "--data", data)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from command_line import error_of, invoke, run
 from scalewright.cli import app, main
 from scalewright.cli import progress as shown_progress
+from scalewright.errors import OutputError
 from scalewright.importance import gather_importance
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_names
@@ -294,6 +295,31 @@ def test_an_output_that_is_there_is_refused_before_any_work(model, tmp_path):
     assert (tmp_path / "out" / "mine").exists()
     file = tmp_path / "out" / "mine"
     assert error_of("quantize", model, "--scheme", "W4A16", "--out", file) == f"{file}: is a file. Give a folder."
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quantize", "MODEL", "--scheme", "W4A16"),
+        ("importance", "MODEL", "--data", "data.txt"),
+        ("observe", "MODEL", "--data", "data.txt"),
+        ("report", "MODEL"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_without_a_name_is_refused_before_any_work(model, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    words = [model if word == "MODEL" else word for word in command]
+    assert error_of(*words, "--out", "") == "--out: '' is no name. Say where to write."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_without_a_name_is_refused_in_python(model):
+    with pytest.raises(
+        OutputError, match=r"^output_dir: '' is no path\. Give the folder that the checkpoint is to go to\.$"
+    ):
+        oneshot(model, scheme="W4A16", output_dir="")
 
 
 def test_an_output_that_is_there_is_replaced_if_asked_for(model, tmp_path):

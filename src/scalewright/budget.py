@@ -52,9 +52,7 @@ class Allocation:
         return {"bits": self.bits, "loss": self.loss, "schemes": self.schemes, "recipe": self.recipe.to_dict()}
 
 
-def share_out(
-    found: Sensitivity, bits: float, *, importance: str | Path | None = None, positive_scales: bool = False
-) -> Allocation:
+def share_out(found: Sensitivity, bits: float, *, importance: str | Path | None = None) -> Allocation:
     """The schemes that lose least, of those that were measured, with at most `bits` for each weight on average.
 
     The recipe rounds weights as they were rounded when sensitivity was measured, by GPTQ if its quality is best.
@@ -64,7 +62,7 @@ def share_out(
     allowed = check_bits(bits, {scheme: found.bits_of(scheme) for scheme in found.schemes})
     num_weights = sum(group.num_weights for group in found.groups)
     chosen = solve(found.groups, floor(allowed * num_weights * (1 + 1e-12)))
-    recipe = _recipe(found, chosen, importance=importance, positive_scales=positive_scales)
+    recipe = _recipe(found, chosen, importance=importance)
     return Allocation(chosen, found.bits_per_weight(chosen), found.loss(chosen), recipe)
 
 
@@ -93,9 +91,7 @@ def solve(groups: tuple[LayerGroup, ...], stored_bits: int) -> dict[str, str]:
     return chosen
 
 
-def _recipe(
-    found: Sensitivity, chosen: dict[str, str], *, importance: str | Path | None, positive_scales: bool
-) -> Recipe:
+def _recipe(found: Sensitivity, chosen: dict[str, str], *, importance: str | Path | None) -> Recipe:
     """One modifier for all schemes that are treated alike.
 
     Layers are named one by one: vLLM asks a target that is a class before it looks at the names of fused layers.
@@ -113,7 +109,7 @@ def _recipe(
                 observer=found.observer,
                 targets=names,
                 ignore=ignored,
-                positive_scales=positive_scales,
+                positive_scales=found.positive_scales,
             )
             modifiers = _joined(modifiers, of_quality.modifiers[0])
     gatherers = [] if importance is None else [IMatrixGatherer(file=importance, ignore=ignored)]

@@ -318,7 +318,7 @@ def _check_given(model: Any, dataset: Any, pipeline: str, dtype: Any, device: An
     check_dtype(dtype)
     check_device(device)
     check_seed(seed)
-    if output_dir is not None and not isinstance(output_dir, str | os.PathLike):
+    if output_dir == "" or (output_dir is not None and not isinstance(output_dir, str | os.PathLike)):
         raise OutputError(f"output_dir: {output_dir!r} is no path. Give the folder that the checkpoint is to go to.")
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
-from scalewright.calibration.plan import bytes_after, largest_block, make_plans
+from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.sources import DataOptions, other_split
 from scalewright.checkpoint.loading import (
     check_dtype,
@@ -179,7 +179,7 @@ def plan_of(
         chosen,
         plans[-1].why,
         len(plans[-1].blocks),
-        [name for plan in plans for name in plan.ignored],
+        _ignored(plans),
         notes,
         _bits(quantised) if quantised else 0.0,
         before,
@@ -236,6 +236,12 @@ def _tokens_in(batch: Mapping[str, Any]) -> int:
 
 def _data(num_samples: int, num_tokens: int) -> str:
     return f"{num_samples:,} {'sample' if num_samples == 1 else 'samples'}, {num_tokens:,} tokens"
+
+
+def _ignored(plans: Sequence[Plan]) -> list[str]:
+    """The layers that some stage was told to leave alone, and that no other stage means; each once."""
+    meant = {layer.name for plan in plans for layer in plan.layers}
+    return [name for name in dict.fromkeys(name for plan in plans for name in plan.ignored) if name not in meant]
 
 
 def _count(names: Sequence[str]) -> str:

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
 
 from scalewright.numerics import native
-from scalewright.numerics.grids import E2M1, E4M3, Grid
+from scalewright.numerics.grids import E2M1, E4M3, Grid, grid_of
 
 INT4, INT8 = Grid("int4", -8, 7), Grid("int8", -128, 127)
 SIZES = (1, 7, 15, 16, 17, 31, 33, 64, 129, 1000)
@@ -39,6 +41,32 @@ def steps_lost(x_PE, scale_JP, point_JP, grid):
     point_JP1 = 0.0 if point_JP is None else point_JP.unsqueeze(-1)
     steps = (x_PE.double() * scale_JP.reciprocal().unsqueeze(-1).double() + point_JP1).float()
     return (steps - grid.round_(steps.clone())).double()
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [QuantizationArgs(num_bits=4), QuantizationArgs(num_bits=8, type="float")], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_scales_are_those_of_compressed_tensors_to_the_bit(args, size):
+    torch.manual_seed(size)
+    strength = 10 ** (torch.rand(size) * 80 - 42)
+    lo, hi = torch.randn(2, size).mul(strength).sort(dim=0).values  # some ranges lie on one side of 0
+    lo[::5], hi[::5] = 0, 0
+    lo[-1] = -3e38
+    grid = grid_of(args)
+    half, stand_in = (grid.high - grid.low) / 2, torch.finfo(torch.float32).eps
+    scale, largest = native.symmetric_scales(lo, hi, half=half, stand_in=stand_in)
+    expected, _ = calculate_qparams(lo, hi, args)
+    torch.testing.assert_close(scale, expected, rtol=0, atol=0)
+    assert largest == float(expected.max())
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 36])
+def test_an_infinite_scale_is_told_of(at):
+    lo = torch.full((37,), -1.0)
+    lo[at] = -math.inf
+    assert native.symmetric_scales(lo, -lo, half=7.5, stand_in=1.0)[1] == math.inf
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class Targets:
     """Attention modules, the format of their keys and values, and whether queries have it, too."""
     spared: list[tuple[str, nn.Module]] = field(default_factory=list)
     """Layers that are targets, and yet stay as they are."""
+    passed_over: list[str] = field(default_factory=list)
+    """Layers that are ignored, and no target means them, either."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -95,8 +97,8 @@ class Targets:
 
     @property
     def ignored(self) -> list[str]:
-        """The names of the layers that are targets, and yet stay as they are."""
-        return [name for name, _ in self.spared]
+        """The names of the layers that stay as they are because somebody has said so."""
+        return [*(name for name, _ in self.spared), *self.passed_over]
 
 
 def resolve_targets(model: nn.Module, modifier: QuantizationModifier) -> Targets:
@@ -150,8 +152,8 @@ class _Resolution:
     def _take_layer(self, name: str, module: nn.Module, *, is_ignored: bool) -> None:
         group = self._group(name, module, self.modifier.groups)
         if group is None:
-            return
-        if is_ignored or group.is_left_alone:
+            self.found.passed_over += [name] if is_ignored else []
+        elif is_ignored or group.is_left_alone:
             self.found.spared.append((name, module))
         else:
             self.found.layers.append(Target(name, module, group.name, group.scheme))
@@ -260,9 +262,12 @@ def join_targets(several: Sequence[Targets]) -> Targets:
         joined.layers += [replace(layer, group=f"{i}.{layer.group}") for layer in each.layers]
         joined.attention += each.attention
         joined.spared += each.spared
+        joined.passed_over += each.passed_over
         joined.notes += each.notes
     names = {layer.name for layer in joined.layers}
     joined.spared = [(name, module) for name, module in joined.spared if name not in names]
+    known = {*names, *(name for name, _ in joined.spared)}
+    joined.passed_over = [name for name in dict.fromkeys(joined.passed_over) if name not in known]
     return joined
 
 

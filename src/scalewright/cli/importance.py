@@ -17,6 +17,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    out_option,
     with_options,
 )
 from scalewright.cli.progress import progress_shown
@@ -34,7 +35,7 @@ def importance(
         list[str],
         typer.Argument(metavar="MODEL|FILE", help="A model: its folder, or its name on the hub. Files, to merge."),
     ],
-    out: Annotated[Path, typer.Option(help="The file for the importance, in safetensors.")],
+    out: Annotated[Path, out_option(help="The file for the importance, in safetensors.")],
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge FILEs that were gathered from one model and different data.")
     ] = False,

@@ -18,6 +18,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    out_option,
     recipe_option,
     with_options,
 )
@@ -51,7 +52,7 @@ def observe(
     ] = None,
     ignore: Ignore = None,
     out: Annotated[
-        Path | None, typer.Option(help="A file for all of it: .json, which can be merged, or .html, a page to look at.")
+        Path | None, out_option(help="A file for all of it: .json, which can be merged, or .html, a page to look at.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge .json FILEs of one model and different data.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,

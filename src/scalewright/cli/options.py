@@ -11,8 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from scalewright.errors import RecipeError
+from scalewright.cli.shown import failing_politely
+from scalewright.errors import OutputError, RecipeError
 
+
+def _named_path(text: str) -> Path:
+    """The path that was given; `--out ""`, as an unset variable of a shell leaves it, would be the folder one is in."""
+    with failing_politely():
+        if not text:
+            raise OutputError("--out: '' is no name. Say where to write.")
+    return Path(text)
+
+
+out_option = partial(typer.Option, "--out", parser=_named_path, metavar="PATH")
 recipe_option = partial(typer.Option, rich_help_panel="What to do")
 data_option = partial(typer.Option, rich_help_panel="Data")
 run_option = partial(typer.Option, rich_help_panel="How to run")
@@ -165,6 +176,7 @@ class Job:
             group_size=self.group_size,
             observer=self.observer,
             ignore=self.ignore,
+            positive_scales=self.positive_scales,
             num_calibration_samples=self.samples,
             strict=self.strict,
             on_step=on_step,
@@ -175,7 +187,7 @@ class Job:
         """The schemes that --bits are best spent on, with their recipe."""
         from scalewright.budget import share_out
 
-        return share_out(found, self.bits or 0.0, importance=self.importance, positive_scales=self.positive_scales)
+        return share_out(found, self.bits or 0.0, importance=self.importance)
 
     def _check_schemes(self) -> None:
         """Say no to options that do not go with a choice of schemes."""
@@ -196,9 +208,8 @@ class Job:
         other = self._other_way()
         if other is not None:
             raise RecipeError(f"{other}: what layers lose is measured for --schemes, such as {_SCHEMES}. Give those.")
-        idle = [f"--{name.replace('_', '-')}" for name in ("importance", "positive_scales") if getattr(self, name)]
-        if self.bits is None and idle:
-            raise RecipeError(f"{', '.join(idle)}: no scheme is chosen without --bits. Give those, or leave it out.")
+        if self.bits is None and self.importance is not None:
+            raise RecipeError("--importance: no scheme is chosen without --bits. Give those, or leave it out.")
         check_pipeline(self.pipeline)
         in_bytes(self.max_memory)
         if self.importance is not None:

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from scalewright.cli.app import app
+from scalewright.cli.options import out_option
 from scalewright.cli.shown import failing_politely, say
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder of a checkpoint.")],
-    out: Annotated[Path | None, typer.Option(help="The file for the page.", show_default="report.html in OUT")] = None,
+    out: Annotated[Path | None, out_option(help="The file for the page.", show_default="report.html in OUT")] = None,
     evaluation: Annotated[
         Path | None, typer.Option(help="What `eval --json` has printed: KL, perplexity and agreement go into the page.")
     ] = None,

@@ -380,5 +380,29 @@ static void ends(const Ends &job) {
     else ends_of<int16_t, ShortVector>(job);
 }
 
+// ---- the scales of ranges --------------------------------------------------------------------------------------------
+
+// As compressed-tensors has it: the larger magnitude, divided by half of the grid's width; a stand-in for 0.
+static void symmetric_scales(const Ranges &job) {
+    const Floats half = splat(job.half), zero = splat(0), stand_in = splat(job.stand_in);
+    Floats largest = zero;
+    int64_t i = job.first;
+    for (; i + LANES <= job.last; i += LANES) {
+        Floats scale = larger(larger(zero - load(job.lo + i), load(job.hi + i)), zero) / half;
+        largest = larger(largest, scale);
+        EACH(j) scale.v[j] = scale.v[j] == 0 ? stand_in.v[j] : scale.v[j];
+        store(job.out + i, scale);
+    }
+    float all[LANES];
+    store(all, largest);
+    float most = *std::max_element(all, all + LANES);
+    for (; i < job.last; i++) {
+        const float scale = std::max(std::max(-job.lo[i], job.hi[i]), 0.0f) / job.half;
+        most = std::max(most, scale);
+        job.out[i] = scale == 0 ? job.stand_in : scale;
+    }
+    *job.largest = most;
+}
+
 #undef BYTES
 #undef EACH

@@ -4,6 +4,7 @@
 //   errors  what each of several scales loses
 //   scores  the products and squares that the best scale for given codes is made from
 //   chart   sums of rows of a table that values look up
+//   scales  the symmetric scales of ranges
 //
 // native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py. Which
 // candidates there are is no business of theirs. Sums are fp32 over one row, in one order; their last bits depend on
@@ -59,6 +60,14 @@ struct Chart {
     float *out;                         // [rows, columns]; [rows] if there is an index
     int64_t *index;                     // [rows], or none: the column with the least sum, of those that are used
     int64_t row_size, rows_of_position, columns, used, bins;
+    int64_t first, last;
+};
+
+struct Ranges {
+    const float *lo, *hi;  // [positions]
+    float *out;            // [positions]
+    float half, stand_in;  // of the grid's width; for a scale of 0
+    float *largest;        // scale, of which infinity is one
     int64_t first, last;
 };
 
@@ -159,6 +168,16 @@ PyObject *py_chart(PyObject *, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyObject *py_scales(PyObject *, PyObject *args) {
+    Address lo, hi, out;
+    long long size;
+    float half, stand_in, largest = 0;
+    int level;
+    if (!PyArg_ParseTuple(args, "KKKLffi", &lo, &hi, &out, &size, &half, &stand_in, &level)) return nullptr;
+    AT(level, symmetric_scales)({at<float>(lo), at<float>(hi), at<float>(out), half, stand_in, &largest, 0, size});
+    return PyFloat_FromDouble(largest);
+}
+
 PyObject *py_best_level(PyObject *, PyObject *) { return PyLong_FromLong(best_level()); }
 
 PyMethodDef methods[] = {
@@ -167,6 +186,7 @@ PyMethodDef methods[] = {
     {"errors", py_errors, METH_VARARGS, "What scales lose."},
     {"scores", py_scores, METH_VARARGS, "Products of values and codes, and squares of codes."},
     {"chart", py_chart, METH_VARARGS, "Sums of the rows of a table."},
+    {"scales", py_scales, METH_VARARGS, "Symmetric scales of ranges; gives the largest."},
     {nullptr, nullptr, 0, nullptr},
 };
 

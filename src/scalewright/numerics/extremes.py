@@ -76,6 +76,11 @@ def absmax_of(x: Tensor) -> float:
     return float(torch.maximum(-lo, hi))
 
 
+def are_finite_ends(lo_Q: Tensor, hi_Q: Tensor) -> bool:
+    """Whether what `min_max` found has neither NaN nor Inf. No least value is larger than its largest."""
+    return math.isfinite(lo_Q.amin()) and math.isfinite(hi_Q.amax())
+
+
 def is_finite(x: Tensor) -> bool:
     """Whether `x`, which is not empty, has neither NaN nor Inf."""
     return all(math.isfinite(each) for each in torch.aminmax(x))  # torch.isfinite takes ten times as long

@@ -57,6 +57,18 @@ def min_max_of_rows(x_PE: Tensor) -> tuple[Tensor, Tensor]:
     return lo_P.float(), hi_P.float()
 
 
+def symmetric_scales(lo_Q: Tensor, hi_Q: Tensor, *, half: float, stand_in: float) -> tuple[Tensor, float]:
+    """`max(|lo|, |hi|) / half` of ranges that have the 0, or are widened to it, and the largest of these.
+
+    `stand_in` takes the place of a scale of 0. Ranges are fp32, and have no NaN.
+    """
+    scale_Q = torch.empty_like(lo_Q)
+    largest: float = _module.scales(
+        lo_Q.data_ptr(), hi_Q.data_ptr(), scale_Q.data_ptr(), lo_Q.numel(), half, stand_in, _level
+    )
+    return scale_Q, largest
+
+
 def errors(
     x_PE: Tensor,
     weights_PE: Tensor | None,

@@ -26,7 +26,7 @@ from scalewright.errors import (
     ScalewrightError,
 )
 from scalewright.numerics import layout
-from scalewright.numerics.extremes import is_finite, min_max
+from scalewright.numerics.extremes import are_finite_ends, is_finite, min_max
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.scales import effective_scale, global_scale_of, stored_dtype, stored_qparams
 from scalewright.observers.knobs import Knob, parse_knobs
@@ -116,6 +116,14 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self.reset()
 
     @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module looks at each value that is set, in case it is a parameter: 2 us, eight times in an observation.
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @override
     def extra_repr(self) -> str:
         """What `print(observer)` says of it."""
         knobs = "".join(f", {knob.name}={getattr(self, knob.name)!r}" for knob in self.knobs)
@@ -194,7 +202,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
                 values = layout.drop_masked_tokens(values, self.base_name, self.args, keep)
         x_NQG = layout.flatten_for_calibration(values, self.base_name, self.args, g_idx=g_idx)
         lo_Q, hi_Q = min_max(x_NQG)
-        if not (is_finite(lo_Q) and is_finite(hi_Q)):
+        if not are_finite_ends(lo_Q, hi_Q):
             raise _non_finite(observed, keep, self.base_name)
         self._check_same_shape(lo_Q.shape)
         self._current = Observed(x_NQG, (lo_Q, hi_Q), tuple(observed.shape), g_idx)
@@ -245,7 +253,9 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         self._check_has_statistics()
         global_scale = self.get_global_scale()
         lo_Q, hi_Q = self.chosen_range(global_scale)
-        if not (is_finite(lo_Q) and is_finite(hi_Q)):
+        # A user may have set ends that are in no order.
+        is_fine = are_finite_ends(lo_Q, hi_Q) and (self.has_own_range or (is_finite(lo_Q) and is_finite(hi_Q)))
+        if not is_fine:
             raise NonFiniteError(f"{self._where}: min_vals or max_vals were set to NaN or Inf. Set finite numbers.")
         scale, zero_point = stored_qparams(lo_Q, hi_Q, self.args, global_scale=global_scale, dtype=self.scale_dtype)
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}

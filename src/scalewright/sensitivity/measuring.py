@@ -70,6 +70,7 @@ class Sensitivity:
     group_size: int | None = None
     observer: str | None = None
     ignore: tuple[str, ...] | None = None
+    positive_scales: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -113,6 +114,7 @@ def measure_sensitivity(
     group_size: int | None = None,
     observer: str | None = None,
     ignore: Sequence[str] | None = None,
+    positive_scales: bool = False,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,
@@ -130,9 +132,12 @@ def measure_sensitivity(
 
     The model stays as it is, bit for bit. Weights are rounded as `quality` says; those of `best` as if it were
     balanced, for GPTQ takes its time and gains much the same everywhere. At most 16384 tokens are used, in samples of
-    512. Whether `bits` for each weight can be had with these schemes is said before any data is run.
+    512. With `positive_scales` no scale is negative, neither here nor in what is chosen. Whether `bits` for each weight
+    can be had with these schemes is said before any data is run.
     """
-    candidates = candidate_schemes(schemes, quality=quality, group_size=group_size, observer=observer)
+    candidates = candidate_schemes(
+        schemes, quality=quality, group_size=group_size, observer=observer, positive_scales=positive_scales
+    )
     if dataset is None:
         raise DataError("what layers lose is measured by running data through the model. Give a dataset.")
     sizes: dict[str, dict[str, int]] = {}
@@ -176,8 +181,17 @@ def measure_sensitivity(
             seen.forget(names)
             on_step("measuring", name, number + 1, len(sets))
     ignored = None if ignore is None else tuple(ignore)
-    found = (tuple(candidates), tuple(groups), seen.num_tokens, quality, group_size, observer, ignored)
-    return Sensitivity(*found, notes=notes)
+    return Sensitivity(
+        tuple(candidates),
+        tuple(groups),
+        seen.num_tokens,
+        quality,
+        group_size,
+        observer,
+        ignored,
+        positive_scales,
+        notes,
+    )
 
 
 def _num_weights(layers: Mapping[str, nn.Linear]) -> int:

@@ -26,7 +26,12 @@ _NOT_COUNTED = "weight_shape"  # two numbers that loaders could do without
 
 
 def candidate_schemes(
-    names: Sequence[str], *, quality: str = "balanced", group_size: int | None = None, observer: str | None = None
+    names: Sequence[str],
+    *,
+    quality: str = "balanced",
+    group_size: int | None = None,
+    observer: str | None = None,
+    positive_scales: bool = False,
 ) -> dict[str, QuantizationScheme]:
     """The schemes of those names as `quality` has them, by their names in capitals.
 
@@ -46,7 +51,13 @@ def candidate_schemes(
     candidates = {}
     for name in names:
         size = group_size if takes_group_size(name) else None
-        recipe = recipe_for("fast" if quality == "fast" else "balanced", name, group_size=size, observer=observer)
+        recipe = recipe_for(
+            "fast" if quality == "fast" else "balanced",
+            name,
+            group_size=size,
+            observer=observer,
+            positive_scales=positive_scales,
+        )
         (modifier,) = recipe.modifiers
         assert isinstance(modifier, QuantizationModifier)
         candidates[name] = modifier.groups[0].scheme
