@@ -79,7 +79,7 @@ def test_ends_are_the_least_and_the_largest(dtype, size, num_rows):
     torch.manual_seed(size)
     for shift in (0.0, 3.0, -3.0):
         x = (torch.randn(num_rows, size) + shift).to(dtype)
-        lo, hi = native.min_max_of_rows(x)
+        lo, hi = native.min_max_of_rows(x, x.shape[:-1])
         torch.testing.assert_close(lo, x.amin(dim=1).float(), rtol=0, atol=0)
         torch.testing.assert_close(hi, x.amax(dim=1).float(), rtol=0, atol=0)
 
@@ -93,7 +93,7 @@ def test_nan_of_either_sign_makes_both_ends_nan_and_infinities_stay(dtype, size)
             x[1, place] = bad
             if math.isnan(bad):
                 x[1, place] = torch.tensor(torch.nan, dtype=dtype).copysign(torch.tensor(bad, dtype=dtype))
-            lo, hi = native.min_max_of_rows(x)
+            lo, hi = native.min_max_of_rows(x, x.shape[:-1])
             torch.testing.assert_close(lo, x.amin(dim=1).float(), rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(hi, x.amax(dim=1).float(), rtol=0, atol=0, equal_nan=True)
 
@@ -103,7 +103,7 @@ def test_a_tensor_may_begin_anywhere_in_memory():
     for start in range(17):
         x = memory[start : start + 3000].view(30, 100)
         assert native.serves(x)
-        torch.testing.assert_close(native.min_max_of_rows(x)[1], x.amax(dim=1), rtol=0, atol=0)
+        torch.testing.assert_close(native.min_max_of_rows(x, x.shape[:-1])[1], x.amax(dim=1), rtol=0, atol=0)
         scale = torch.full((2, 30), 0.3)
         native.errors(x, None, scale, None, grid=INT4, norm=2.0, segment=100)
         native.scores(x, x.abs(), scale, None, grid=INT4, segment=100)

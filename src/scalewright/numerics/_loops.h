@@ -8,6 +8,9 @@ typedef float FloatVector __attribute__((vector_size(BYTES), aligned(4), may_ali
 typedef int32_t IntVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int16_t ShortVector __attribute__((vector_size(BYTES), aligned(2), may_alias));
 typedef int16_t FewShorts __attribute__((vector_size(BYTES < 32 ? BYTES : 32), aligned(2), may_alias));
+typedef uint32_t UnsignedVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(BYTES), aligned(2), may_alias));
+typedef uint16_t FewUnsigned __attribute__((vector_size(BYTES < 32 ? BYTES : 32), aligned(2), may_alias));
 
 constexpr int VECTORS = LANES * 4 / BYTES;  // that sixteen numbers take
 #define EACH(i) for (int i = 0; i < VECTORS; i++)
@@ -289,43 +292,35 @@ static void chart(const Chart &job) { job.weights ? chart_by_width<true>(job) : 
 
 // ---- the ends of rows ------------------------------------------------------------------------------------------------
 
-struct Least {
-    template <class T>
-    INLINE T of(T a, T b) { return a < b ? a : b; }
-};
-struct Largest {
-    template <class T>
-    INLINE T of(T a, T b) { return a > b ? a : b; }
-};
+// A float is a sign and a magnitude. So the largest float has the largest signed integer for its bits, unless all are
+// negative; and the least one the largest unsigned integer, if one is negative. NaNs lie beyond the infinities.
 
-// Whichever number of a vector is the furthest out, by halves.
-template <class Op, class One, class V>
-INLINE One furthest(V v) {
-    constexpr int WIDTH = sizeof(V) / sizeof(One);
-    if constexpr (WIDTH == 32) {
-        return furthest<Op, One>(
-            Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                   __builtin_shufflevector(v, v, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)));
-    } else if constexpr (WIDTH == 16) {
-        return furthest<Op, One>(Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
-                                        __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
-    } else if constexpr (WIDTH == 8 && sizeof(V) > 16) {
-        return furthest<Op, One>(
-            Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
-    } else if constexpr (WIDTH == 8) {
-        v = Op::of(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
-        v = Op::of(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
-        return Op::of(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6))[0];
-    } else {
-        v = Op::of(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
-        return Op::of(v, __builtin_shufflevector(v, v, 1, 0, 3, 2))[0];
-    }
+template <class V>
+INLINE V largest_of(V a, V b) { return a > b ? a : b; }
+
+// Half of `a` and half of `b`, from START on.
+template <int START, class V, int... I>
+INLINE V halves(V a, V b, std::integer_sequence<int, I...>) {
+    constexpr int HALF = sizeof...(I) / 2;
+    return __builtin_shufflevector(a, b, (START + (I < HALF ? I : I + HALF))...);
 }
 
-// Integers that are in the order of the floats with these bits: of negative ones all bits but the sign are turned over.
+// Neighbours at a distance of STEP, a power of 2, change places.
+template <int STEP, class V, int... I>
+INLINE V swapped(V v, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(v, v, (I ^ STEP)...);
+}
+
+// The largest number of `a` in every place of the first half of a vector, and that of `b` in the second.
 template <class One, class V>
-INLINE V in_order(V bits) {
-    return bits ^ ((bits >> (8 * (int)sizeof(One) - 1)) & (sizeof(One) == 4 ? (One)MAGNITUDE : (One)0x7FFF));
+INLINE V largest_of_each(V a, V b) {
+    constexpr int WIDTH = sizeof(V) / sizeof(One);
+    constexpr std::make_integer_sequence<int, WIDTH> all{};
+    V v = largest_of(halves<0>(a, b, all), halves<WIDTH / 2>(a, b, all));
+    if constexpr (WIDTH > 16) v = largest_of(v, swapped<8>(v, all));
+    if constexpr (WIDTH > 8) v = largest_of(v, swapped<4>(v, all));
+    if constexpr (WIDTH > 4) v = largest_of(v, swapped<2>(v, all));
+    return largest_of(v, swapped<1>(v, all));
 }
 
 // Templates do not know that a vector may lie anywhere in memory.
@@ -336,48 +331,66 @@ INLINE V vector_at(const One *x) {
     return v;
 }
 
-template <class One, class V>
-INLINE void ends_of_row(const One *x, int64_t size, One *lo, One *hi) {
+// The largest bits of a row, signed and unsigned; it is as long as a vector or longer.
+template <class One, class V, class Unsigned>
+INLINE void largest_bits(const One *x, int64_t size, One *as_signed, One *as_unsigned) {
     constexpr int64_t WIDTH = sizeof(V) / sizeof(One);
-    if (size < WIDTH) {
-        One low = in_order<One, One>(x[0]), high = low;
-        for (int64_t i = 1; i < size; i++) {
-            const One value = in_order<One, One>(x[i]);
-            low = Least::of(low, value), high = Largest::of(high, value);
-        }
-        *lo = low, *hi = high;
-        return;
-    }
-    V low = in_order<One>(vector_at<V>(x)), high = low, other_low = low, other_high = low;
+    constexpr One SIGN = (One)(1ull << (8 * sizeof(One) - 1));
+    V high = vector_at<V>(x), other_high = high;
+    Unsigned low = (Unsigned)high, other_low = low;
     int64_t i = WIDTH;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
-        V a = in_order<One>(vector_at<V>(x + i)), b = in_order<One>(vector_at<V>(x + i + WIDTH));
-        low = Least::of(low, a), high = Largest::of(high, a);
-        other_low = Least::of(other_low, b), other_high = Largest::of(other_high, b);
+        const V a = vector_at<V>(x + i), b = vector_at<V>(x + i + WIDTH);
+        high = largest_of(high, a), low = largest_of(low, (Unsigned)a);
+        other_high = largest_of(other_high, b), other_low = largest_of(other_low, (Unsigned)b);
     }
     for (; i < size; i += WIDTH) {  // the last values may be looked at twice
-        V a = in_order<One>(vector_at<V>(x + std::min(i, size - WIDTH)));
-        low = Least::of(low, a), high = Largest::of(high, a);
+        const V a = vector_at<V>(x + std::min(i, size - WIDTH));
+        high = largest_of(high, a), low = largest_of(low, (Unsigned)a);
     }
-    *lo = furthest<Least, One>(Least::of(low, other_low)), *hi = furthest<Largest, One>(Largest::of(high, other_high));
+    high = largest_of(high, other_high), low = largest_of(low, other_low);
+    const V both = largest_of_each<One>(high, (V)low ^ SIGN);  // which makes signed order of unsigned
+    *as_signed = both[0], *as_unsigned = both[WIDTH / 2] ^ SIGN;
 }
 
-template <class One, class V>
+// The least of a row's bits, which all have one sign.
+template <class One>
+INLINE One least_bits(const One *x, int64_t size) {
+    One least = x[0];
+    for (int64_t i = 1; i < size; i++) least = x[i] < least ? x[i] : least;
+    return least;
+}
+
+template <class One, class V, class Unsigned>
 INLINE void ends_of(const Ends &job) {
+    constexpr One MOST = (One)(((1ull << (8 * sizeof(One) - 1)) - 1));  // all bits but the sign
     const One infinity = (One)job.infinity;
     for (int64_t row = job.first; row < job.last; row++) {
-        One low, high;
-        ends_of_row<One, V>((const One *)job.x + row * job.row_size, job.row_size, &low, &high);
-        // NaNs lie beyond the infinities, on the side of their sign.
-        if (high > infinity || low < (One)~infinity) low = high = infinity + 1;
-        ((One *)job.lo)[row] = in_order<One, One>(low), ((One *)job.hi)[row] = in_order<One, One>(high);
+        const One *x = (const One *)job.x + row * job.row_size;
+        One high, low;
+        if (job.row_size < (int64_t)(sizeof(V) / sizeof(One))) {
+            typedef std::make_unsigned_t<One> Bits;
+            high = low = x[0];
+            for (int64_t i = 1; i < job.row_size; i++)
+                high = largest_of(high, x[i]), low = (One)largest_of((Bits)low, (Bits)x[i]);
+        } else {
+            largest_bits<One, V, Unsigned>(x, job.row_size, &high, &low);
+        }
+        if (high > infinity || (low < 0 && (One)(low & MOST) > infinity)) low = high = infinity + 1;
+        else if (low >= 0) low = least_bits(x, job.row_size);
+        else if (high < 0) high = least_bits(x, job.row_size);
+        if (job.is_widened) {
+            ((int32_t *)job.lo)[row] = (int32_t)low * 65536, ((int32_t *)job.hi)[row] = (int32_t)high * 65536;
+        } else {
+            ((One *)job.lo)[row] = low, ((One *)job.hi)[row] = high;
+        }
     }
 }
 
 static void ends(const Ends &job) {
-    if (!job.is_short) ends_of<int32_t, IntVector>(job);
-    else if (job.row_size < BYTES / 2) ends_of<int16_t, FewShorts>(job);
-    else ends_of<int16_t, ShortVector>(job);
+    if (!job.is_short) ends_of<int32_t, IntVector, UnsignedVector>(job);
+    else if (job.row_size < BYTES / 2) ends_of<int16_t, FewShorts, FewUnsigned>(job);
+    else ends_of<int16_t, ShortVector, UnsignedShorts>(job);
 }
 
 // ---- the scales of ranges --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Four loops over the values of a tensor that torch does in several passes, or in pieces with Python in between:
+// Five loops over the values of a tensor that torch does in several passes, or in pieces with Python in between:
 //
 //   ends    the least and the largest value of each row, in one pass
 //   errors  what each of several scales loses
@@ -18,6 +18,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #define INLINE static inline __attribute__((always_inline))
@@ -35,9 +37,9 @@ constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values, times candidates
 
 struct Ends {
     const void *x;  // [rows, row_size]
-    void *lo, *hi;  // [rows], of the same type
+    void *lo, *hi;  // [rows], of the same type, or of fp32
     int64_t row_size;
-    int is_short, infinity;  // whether values have 16 bits, and those of the infinity
+    int is_short, is_widened, infinity;  // whether values have 16 bits, the ends are fp32 though; bits of the infinity
     int64_t first, last;     // the rows to go over
 };
 
@@ -123,10 +125,11 @@ T *at(Address address) { return (T *)(uintptr_t)address; }
 PyObject *py_ends(PyObject *, PyObject *args) {
     Address x, lo, hi;
     long long rows, row_size;
-    int is_short, infinity, level, threads;
-    if (!PyArg_ParseTuple(args, "KKKLLiiii", &x, &lo, &hi, &rows, &row_size, &is_short, &infinity, &level, &threads))
+    int is_short, is_widened, infinity, level, threads;
+    if (!PyArg_ParseTuple(args, "KKKLLiiiii", &x, &lo, &hi, &rows, &row_size, &is_short, &is_widened, &infinity, &level,
+                          &threads))
         return nullptr;
-    const Ends job = {at<void>(x), at<void>(lo), at<void>(hi), row_size, is_short, infinity, 0, 0};
+    const Ends job = {at<void>(x), at<void>(lo), at<void>(hi), row_size, is_short, is_widened, infinity, 0, 0};
     Py_BEGIN_ALLOW_THREADS
     share(job, AT(level, ends), rows, rows * row_size / 4, threads);
     Py_END_ALLOW_THREADS

@@ -33,13 +33,14 @@ def min_max(x_NQG: Tensor) -> tuple[Tensor, Tensor]:
     qparam_shape = x_NQG.shape[1:-1]
     is_one_row = qparam_shape.numel() == 1
     if native.serves(x_NQG):
-        # Everything may be one row, but rows are what threads share.
-        row_size = _row_size(x_NQG.numel()) if is_one_row else x_NQG.shape[-1]
-        lo_P, hi_P = native.min_max_of_rows(x_NQG.view(-1, row_size))
         if is_one_row:
+            # Everything may be one row, but rows are what threads share.
+            lo_P, hi_P = native.min_max_of_rows(x_NQG, (x_NQG.numel() // _row_size(x_NQG.numel()),))
             return lo_P.amin().reshape(qparam_shape), hi_P.amax().reshape(qparam_shape)
-        lo_NQ, hi_NQ = lo_P.view(-1, *qparam_shape), hi_P.view(-1, *qparam_shape)
-        return (lo_NQ[0], hi_NQ[0]) if len(lo_NQ) == 1 else (lo_NQ.amin(dim=0), hi_NQ.amax(dim=0))
+        if x_NQG.shape[0] == 1:
+            return native.min_max_of_rows(x_NQG, qparam_shape)
+        lo_NQ, hi_NQ = native.min_max_of_rows(x_NQG, x_NQG.shape[:-1])
+        return lo_NQ.amin(dim=0), hi_NQ.amax(dim=0)
     if len(x_NQG) >= _TALL and x_NQG.shape[-1] < _TINY and not is_one_row:
         # Down the observations first, which is quick: 512 tokens in groups of 16 .13 ms, and .58 group by group.
         return x_NQG.amin(dim=0).amin(dim=-1).float(), x_NQG.amax(dim=0).amax(dim=-1).float()

@@ -7,6 +7,7 @@ the environment does without them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,20 +42,24 @@ def serves(x: Tensor) -> bool:
     return _module is not None and x.device.type == "cpu" and x.dtype in _INFINITIES and x.is_contiguous()
 
 
-def min_max_of_rows(x_PE: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest value of each row, in fp32; both NaN where a row has one."""
-    lo_P, hi_P = torch.empty(2, len(x_PE), dtype=x_PE.dtype).unbind()
+def min_max_of_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The least and the largest value of each of as many rows as `shape` has places, in fp32; NaN where a row has one."""
+    is_widened = x.dtype == torch.bfloat16  # which is the first half of an fp32 number
+    lo_P, hi_P = torch.empty(2, *shape, dtype=torch.float32 if is_widened else x.dtype).unbind()
+    num_rows = lo_P.numel()
     _module.ends(
-        x_PE.data_ptr(),
+        x.data_ptr(),
         lo_P.data_ptr(),
         hi_P.data_ptr(),
-        *x_PE.shape,
-        x_PE.itemsize == 2,
-        _INFINITIES[x_PE.dtype],
+        num_rows,
+        x.numel() // num_rows,
+        x.itemsize == 2,
+        is_widened,
+        _INFINITIES[x.dtype],
         _level,
         torch.get_num_threads(),
     )
-    return lo_P.float(), hi_P.float()
+    return (lo_P, hi_P) if lo_P.dtype == torch.float32 else (lo_P.float(), hi_P.float())
 
 
 def symmetric_scales(lo_Q: Tensor, hi_Q: Tensor, *, half: float, stand_in: float) -> tuple[Tensor, float]:

@@ -235,7 +235,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """`min_vals` and `max_vals` in fp32, also where a user has set plain numbers; None when nothing was seen."""
         if self.min_vals is None or self.max_vals is None:
             return None
-        return torch.as_tensor(self.min_vals).float(), torch.as_tensor(self.max_vals).float()
+        return _in_fp32(self.min_vals), _in_fp32(self.max_vals)
 
     @property
     def has_own_range(self) -> bool:
@@ -441,6 +441,10 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _in_fp32(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) and value.dtype == torch.float32 else torch.as_tensor(value).float()
 
 
 def _non_finite(observed: Tensor, keep: Tensor | None, base_name: str) -> NonFiniteError:

@@ -43,8 +43,12 @@ class Widening(Folding):
     """The range of a new value and that of all before it become the range that holds both."""
 
     @override
+    def so_far(self) -> Folded | None:
+        return super().so_far() if self.remembers else None
+
+    @override
     def fold(self, before: Folded | None, lo_Q: Tensor, hi_Q: Tensor) -> Folded:
-        if before is None or not self.remembers:
+        if before is None:
             return _as_folded((lo_Q, hi_Q))
         least_Q, largest_Q = before["min_vals"].to(lo_Q), before["max_vals"].to(hi_Q)
         return _as_folded((torch.minimum(least_Q, lo_Q), torch.maximum(largest_Q, hi_Q)))
