@@ -12,7 +12,8 @@ typedef uint32_t UnsignedVector __attribute__((vector_size(BYTES), aligned(4), m
 typedef uint16_t UnsignedShorts __attribute__((vector_size(BYTES), aligned(2), may_alias));
 typedef uint16_t FewUnsigned __attribute__((vector_size(BYTES < 32 ? BYTES : 32), aligned(2), may_alias));
 
-constexpr int VECTORS = LANES * 4 / BYTES;  // that sixteen numbers take
+constexpr int WIDTH = BYTES / 4;          // of a vector, in floats
+constexpr int VECTORS = LANES / WIDTH;  // that sixteen numbers take
 #define EACH(i) for (int i = 0; i < VECTORS; i++)
 
 // Sixteen numbers.
@@ -38,6 +39,18 @@ INLINE Floats operator/(Floats a, Floats b) { EACH(i) a.v[i] /= b.v[i]; return a
 INLINE Floats larger(Floats a, Floats b) { EACH(i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE Floats smaller(Floats a, Floats b) { EACH(i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE Floats masked(Floats a, int32_t mask) { EACH(i) a.v[i] = (FloatVector)((IntVector)a.v[i] & mask); return a; }
+
+// Neighbours at a distance of STEP, a power of 2, change places.
+template <int STEP, class V, int... I>
+INLINE V swapped(V v, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(v, v, (I ^ STEP)...);
+}
+
+INLINE IntVector smaller_of(IntVector a, IntVector b) { return a < b ? a : b; }
+
+// The numbers of the places of a vector.
+template <int... I>
+INLINE IntVector places_of(std::integer_sequence<int, I...>) { return IntVector{I...}; }
 
 // ---- the error of a scale --------------------------------------------------------------------------------------------
 
@@ -97,11 +110,40 @@ INLINE Floats raised(Floats u, const Power &norm) {
 
 // ---- rows, side by side ----------------------------------------------------------------------------------------------
 
+template <int FIRST, int... I>
+INLINE FloatVector interleaved(FloatVector a, FloatVector b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + (I % 2 ? (int)sizeof...(I) : 0))...);
+}
+
+// A square of values whose rows become columns: taking by turns from both halves of the rows, until all have had theirs.
+INLINE void turn_square(const float *x, int64_t row_size, float *tile) {
+    constexpr std::make_integer_sequence<int, WIDTH> all{};
+    FloatVector from[WIDTH], to[WIDTH];
+#pragma GCC unroll 16
+    for (int k = 0; k < WIDTH; k++) from[k] = *(const FloatVector *)(x + k * row_size);
+#pragma GCC unroll 16
+    for (int done = 1; done < WIDTH; done *= 2) {
+#pragma GCC unroll 16
+        for (int k = 0; k < WIDTH / 2; k++) {
+            to[2 * k] = interleaved<0>(from[k], from[k + WIDTH / 2], all);
+            to[2 * k + 1] = interleaved<WIDTH / 2>(from[k], from[k + WIDTH / 2], all);
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < WIDTH; k++) from[k] = to[k];
+    }
+#pragma GCC unroll 16
+    for (int e = 0; e < WIDTH; e++) *(FloatVector *)(tile + e * LANES) = from[e];
+}
+
 // Elements from `start` on of up to 16 rows: tile[e * 16 + row]; an even number of them, the last may be a zero.
 static void turn(const float *x, int64_t row_size, int64_t start, int64_t num_elements, int64_t num_rows, float *tile) {
+    const int64_t squared = num_rows == LANES ? num_elements / WIDTH * WIDTH : 0;
+    for (int64_t e = 0; e < squared; e += WIDTH)
+        for (int64_t k = 0; k < LANES; k += WIDTH)
+            turn_square(x + k * row_size + start + e, row_size, tile + e * LANES + k);
     for (int64_t k = 0; k < num_rows; k++) {
         const float *row = x + k * row_size + start;
-        for (int64_t e = 0; e < num_elements; e++) tile[e * LANES + k] = row[e];
+        for (int64_t e = squared; e < num_elements; e++) tile[e * LANES + k] = row[e];
         if (num_elements % 2) tile[num_elements * LANES + k] = 0.0f;
     }
 }
@@ -245,6 +287,7 @@ INLINE void chart_of(const Chart &job) {
         const Floats lowest = splat(job.base[p]), highest = splat(job.base[p] + (job.bins - 1));
         const float *x = job.x + row * job.row_size, *weights = is_weighted ? job.weights + row * job.row_size : nullptr;
         Floats sums[width];
+#pragma GCC unroll 4
         for (int v = 0; v < width; v++) sums[v] = splat(0.0f);
         for (int64_t e = 0; e < job.row_size; e += LANES) {
             const int64_t num = std::min<int64_t>(LANES, job.row_size - e);
@@ -255,6 +298,7 @@ INLINE void chart_of(const Chart &job) {
             EACH(i) ((IntVector *)places)[i] = __builtin_convertvector(place.v[i], IntVector) * (width * LANES);
             for (int64_t k = 0; k < num; k++) {
                 const float *line = job.table + places[k];
+#pragma GCC unroll 4
                 for (int v = 0; v < width; v++) {
                     const Floats numbers = load(line + v * LANES);
                     sums[v] = sums[v] + (is_weighted ? numbers * splat(weights[e + k]) : numbers);
@@ -262,17 +306,23 @@ INLINE void chart_of(const Chart &job) {
             }
         }
         if (job.index) {
-            alignas(64) float all[width * LANES];
-            for (int v = 0; v < width; v++) store(all + v * LANES, sums[v]);
             // Sums that are equal but for their last bits are equal: the number of the column stands in these.
-            int32_t best = INT32_MAX, bits;
-            for (int32_t c = 0; c < job.used; c++) {
-                std::memcpy(&bits, all + c, sizeof bits);
-                best = std::min(best, (bits & -MOST_COLUMNS) | c);
+            constexpr std::make_integer_sequence<int, WIDTH> all{};
+            IntVector least = INT32_MAX - IntVector{};
+#pragma GCC unroll 4
+            for (int v = 0; v < width; v++) EACH(i) {
+                const IntVector column = places_of(all) + (v * LANES + i * WIDTH);
+                const IntVector packed = ((IntVector)sums[v].v[i] & -MOST_COLUMNS) | column;
+                least = (column < (int32_t)job.used) & (packed < least) ? packed : least;
             }
+            if constexpr (WIDTH > 8) least = smaller_of(least, swapped<8>(least, all));
+            if constexpr (WIDTH > 4) least = smaller_of(least, swapped<4>(least, all));
+            least = smaller_of(least, swapped<2>(least, all));
+            const int32_t best = smaller_of(least, swapped<1>(least, all))[0];
             job.index[row] = best & (MOST_COLUMNS - 1);
             std::memcpy(job.out + row, &best, sizeof best);
         } else {
+#pragma GCC unroll 4
             for (int v = 0; v < width; v++) store(job.out + row * width * LANES + v * LANES, sums[v]);
         }
     }
@@ -305,21 +355,15 @@ INLINE V halves(V a, V b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (START + (I < HALF ? I : I + HALF))...);
 }
 
-// Neighbours at a distance of STEP, a power of 2, change places.
-template <int STEP, class V, int... I>
-INLINE V swapped(V v, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(v, v, (I ^ STEP)...);
-}
-
 // The largest number of `a` in every place of the first half of a vector, and that of `b` in the second.
 template <class One, class V>
 INLINE V largest_of_each(V a, V b) {
-    constexpr int WIDTH = sizeof(V) / sizeof(One);
-    constexpr std::make_integer_sequence<int, WIDTH> all{};
-    V v = largest_of(halves<0>(a, b, all), halves<WIDTH / 2>(a, b, all));
-    if constexpr (WIDTH > 16) v = largest_of(v, swapped<8>(v, all));
-    if constexpr (WIDTH > 8) v = largest_of(v, swapped<4>(v, all));
-    if constexpr (WIDTH > 4) v = largest_of(v, swapped<2>(v, all));
+    constexpr int NUMBERS = sizeof(V) / sizeof(One);
+    constexpr std::make_integer_sequence<int, NUMBERS> all{};
+    V v = largest_of(halves<0>(a, b, all), halves<NUMBERS / 2>(a, b, all));
+    if constexpr (NUMBERS > 16) v = largest_of(v, swapped<8>(v, all));
+    if constexpr (NUMBERS > 8) v = largest_of(v, swapped<4>(v, all));
+    if constexpr (NUMBERS > 4) v = largest_of(v, swapped<2>(v, all));
     return largest_of(v, swapped<1>(v, all));
 }
 
@@ -334,23 +378,23 @@ INLINE V vector_at(const One *x) {
 // The largest bits of a row, signed and unsigned; it is as long as a vector or longer.
 template <class One, class V, class Unsigned>
 INLINE void largest_bits(const One *x, int64_t size, One *as_signed, One *as_unsigned) {
-    constexpr int64_t WIDTH = sizeof(V) / sizeof(One);
+    constexpr int64_t NUMBERS = sizeof(V) / sizeof(One);
     constexpr One SIGN = (One)(1ull << (8 * sizeof(One) - 1));
     V high = vector_at<V>(x), other_high = high;
     Unsigned low = (Unsigned)high, other_low = low;
-    int64_t i = WIDTH;
-    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
-        const V a = vector_at<V>(x + i), b = vector_at<V>(x + i + WIDTH);
+    int64_t i = NUMBERS;
+    for (; i + 2 * NUMBERS <= size; i += 2 * NUMBERS) {
+        const V a = vector_at<V>(x + i), b = vector_at<V>(x + i + NUMBERS);
         high = largest_of(high, a), low = largest_of(low, (Unsigned)a);
         other_high = largest_of(other_high, b), other_low = largest_of(other_low, (Unsigned)b);
     }
-    for (; i < size; i += WIDTH) {  // the last values may be looked at twice
-        const V a = vector_at<V>(x + std::min(i, size - WIDTH));
+    for (; i < size; i += NUMBERS) {  // the last values may be looked at twice
+        const V a = vector_at<V>(x + std::min(i, size - NUMBERS));
         high = largest_of(high, a), low = largest_of(low, (Unsigned)a);
     }
     high = largest_of(high, other_high), low = largest_of(low, other_low);
     const V both = largest_of_each<One>(high, (V)low ^ SIGN);  // which makes signed order of unsigned
-    *as_signed = both[0], *as_unsigned = both[WIDTH / 2] ^ SIGN;
+    *as_signed = both[0], *as_unsigned = both[NUMBERS / 2] ^ SIGN;
 }
 
 // The least of a row's bits, which all have one sign.

@@ -216,8 +216,8 @@ class Ladder:
 
     def _close_in(self, rung_P: Tensor, point_P: Tensor | None, refits: int) -> Found:
         """Try scales on both sides, each time three times as close."""
-        tried = [self.judged_minmax(), self._judged(rung_P.unsqueeze(0), point_P)]
-        error_P = tried[-1].most_KP[0]
+        tried = [self._judged_with_minmax(rung_P, point_P)]
+        error_P = tried[0].most_KP[1]
         for refit in range(refits):
             away = 3.0 ** -(refit + 1)
             around_2P = torch.stack([rung_P - away, rung_P + away])
@@ -233,11 +233,13 @@ class Ladder:
 
     # ---- scales and what they lose -----------------------------------------------------------------------------------
 
-    def judged_minmax(self) -> Judged:
-        """What min-max loses."""
-        point_P = self.minmax.point_P
-        point_1P = None if point_P is None else point_P.unsqueeze(0)
-        return self.judge.judge(self.positions, self.minmax.scale_P.unsqueeze(0), point_1P, outside=self._outside)
+    def _judged_with_minmax(self, rung_P: Tensor, point_P: Tensor | None) -> Judged:
+        """What min-max loses, and what a rung does."""
+        scale_2P = torch.stack([self.minmax.scale_P, self.stored(self._scale_at(rung_P))])
+        points_2P = None
+        if point_P is not None and self.minmax.point_P is not None:
+            points_2P = torch.stack([self.minmax.point_P, point_P])
+        return self.judge.judge(self.positions, scale_2P, points_2P, outside=self._outside)
 
     def _judged(self, rung_JP: Tensor, point_P: Tensor | None) -> Judged:
         point_JP = None if point_P is None else point_P.expand_as(rung_JP)
