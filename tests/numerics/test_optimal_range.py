@@ -193,6 +193,16 @@ def test_nothing_is_better_than_the_exact_optimum(args, group_size, seed, weight
     assert (error >= least * (1 - 1e-9) - 1e-14 * total).all()
 
 
+@pytest.mark.parametrize("shift", [-0.3, 0.3])
+@pytest.mark.parametrize("args", [INT2_AFFINE, INT4_AFFINE], ids=["int2", "int4"])
+def test_one_position_alone_is_searched_as_it_is_among_others(args, shift):
+    x = (bell_shaped(1, 2, 1, 300) * 0.1 + shift) * torch.tensor([1.0, -2.0]).view(1, 2, 1, 1)
+    both = optimal_range(x, *min_max(x), args)
+    for i in range(2):
+        alone = optimal_range(x[:, i : i + 1], *min_max(x[:, i : i + 1]), args)
+        torch.testing.assert_close((alone.lo_Q[0], alone.hi_Q[0]), (both.lo_Q[i], both.hi_Q[i]), rtol=0, atol=0)
+
+
 def test_two_bits_lose_at_most_53_hundredths_of_what_min_max_loses():
     x = bell_shaped(1, 400, 1, 128)
     assert least_error(x, INT2).sum() <= 0.53 * minmax_error(x, INT2).sum()

@@ -93,7 +93,7 @@ class Chart:
         torch.mul(block.x_PE, lines.factor_P.unsqueeze(1), out=place_PE)
         place_PE.add_(lines.zero_P.unsqueeze(1))  # a third of addcmul's time
         # Without weights and zero points all values are known to be on the chart.
-        if len(lines.first_P) > 1 or block.weights_PE is not None:
+        if self.rows < len(self.table_BC) or block.weights_PE is not None:
             torch.maximum(place_PE, first_P1, out=place_PE)
             torch.minimum(place_PE, first_P1 + (self.rows - 1), out=place_PE)
         sums_XC = torch.nn.functional.embedding_bag(
