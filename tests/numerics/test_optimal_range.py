@@ -160,6 +160,14 @@ def test_values_on_the_side_that_has_fewer_codes_are_given_a_scale_above_min_max
     assert least_error(x, INT4).sum() <= 1.003 * exact_optimum(x, INT4).error_Q.sum()
 
 
+@pytest.mark.parametrize("size", [1024, 5000])
+@pytest.mark.parametrize("args", [INT4, INT3, INT2], ids=["int4", "int3", "int2"])
+def test_outliers_among_thousands_are_cut_off(args, size):
+    x = bell_shaped(1, 8, 1, size)
+    x[..., 0] *= 20
+    assert least_error(x, args).sum() <= 1.01 * exact_optimum(x, args).error_Q.sum()
+
+
 @pytest.mark.parametrize(("times", "weight"), [(8.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
 @pytest.mark.parametrize(
     ("args", "bound"),
