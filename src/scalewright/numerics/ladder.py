@@ -35,6 +35,7 @@ _LARGEST_AFFINE = {2: 1.3, **dict.fromkeys(range(3, 9), 1.1)}
 # With importance an outlier may be worth nothing, and among thousands of values it may cost less than a coarse step for
 # all of them: some more scales further down, each this share of the one before. Most: what a chart has room for.
 _FAR_RATIO, _NUM_FAR, _MOST_FAR = 0.08 ** (1 / 12), 12, 32
+_MANY = 256
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
 _FITTED_BITS = 4  # with more, the search closes in between rungs
@@ -120,7 +121,7 @@ class Ladder:
             step = (1 / smallest - 1 / largest) / (candidates - 1)
             num_above = max(1, round((1 - 1 / largest) / step))
             num_far = _NUM_FAR if positions.is_weighted else 0
-            if not positions.is_weighted and point_P is None:
+            if not positions.is_weighted and point_P is None and positions.num_elements > _MANY:
                 # If one value is far out, a share r of the range cuts off (1 - r)^2 of its square, and the others lose
                 # n r^2 / 12 squared steps, of which half the range has h: together least at 1 / (1 + n / 12 h^2).
                 lone = 1 / (1 + positions.num_elements / (3 * (grid.high - grid.low) ** 2))
