@@ -343,6 +343,18 @@ def test_a_value_is_not_changed_and_may_be_changed_afterwards(case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", EVERY_CASE)
+def test_a_value_is_worked_on_where_it_is_whatever_the_default_device(case: Case) -> None:
+    for form in case.formats:
+        scene = case.scene(form)
+        value = scene.value(1)
+        expected = cases.state(scene.seeing(value))
+        # Compiled loops that wrote to memory of this device would end the process.
+        with torch.device("meta"):
+            found = cases.state(scene.seeing(value))
+        cases.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("case", EVERY_CASE)
 @LAW_BRIEFLY
 @given(data=st.data())
 def test_reset_forgets_everything(case: Case, data: st.DataObject) -> None:

@@ -152,6 +152,13 @@ def test_the_first_of_equals_is_chosen_and_nothing_is_chosen_by_what_is_not_fini
     assert index.tolist() == [1] * 20 and bool(error.isfinite().all())
 
 
+def test_scales_so_large_that_their_power_is_infinite_count_as_the_largest():
+    x = torch.ones(20, 16)
+    index, error = native.least(x, None, torch.full((1, 20), 1e30), None, grid=INT4, norm=2.0, largest=1e18)
+    assert index.tolist() == [0] * 20
+    assert error.tolist() == [0.0] * 20  # no square of fp32 is as small as these; 0 times infinity would be no number
+
+
 def test_polynomials_stand_in_for_powers():
     torch.manual_seed(0)
     x, scale = torch.randn(20, 48), torch.full((2, 20), 0.3)

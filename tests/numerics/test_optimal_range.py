@@ -160,6 +160,14 @@ def test_values_on_the_side_that_has_fewer_codes_are_given_a_scale_above_min_max
     assert least_error(x, INT4).sum() <= 1.003 * exact_optimum(x, INT4).error_Q.sum()
 
 
+@pytest.mark.parametrize("size", [1024, 5000])
+@pytest.mark.parametrize("args", [INT4, INT3, INT2], ids=["int4", "int3", "int2"])
+def test_outliers_among_thousands_are_cut_off(args, size):
+    x = bell_shaped(1, 8, 1, size)
+    x[..., 0] *= 20
+    assert least_error(x, args).sum() <= 1.01 * exact_optimum(x, args).error_Q.sum()
+
+
 @pytest.mark.parametrize(("times", "weight"), [(8.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
 @pytest.mark.parametrize(
     ("args", "bound"),
@@ -191,6 +199,16 @@ def test_nothing_is_better_than_the_exact_optimum(args, group_size, seed, weight
     least = exact_optimum(x, args, weights_NQG=weights, signed=signed).error_Q
     total = (x.double().square() * (1 if weights is None else weights)).sum(dim=(0, -1))
     assert (error >= least * (1 - 1e-9) - 1e-14 * total).all()
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.3])
+@pytest.mark.parametrize("args", [INT2_AFFINE, INT4_AFFINE], ids=["int2", "int4"])
+def test_one_position_alone_is_searched_as_it_is_among_others(args, shift):
+    x = (bell_shaped(1, 2, 1, 300) * 0.1 + shift) * torch.tensor([1.0, -2.0]).view(1, 2, 1, 1)
+    both = optimal_range(x, *min_max(x), args)
+    for i in range(2):
+        alone = optimal_range(x[:, i : i + 1], *min_max(x[:, i : i + 1]), args)
+        torch.testing.assert_close((alone.lo_Q[0], alone.hi_Q[0]), (both.lo_Q[i], both.hi_Q[i]), rtol=0, atol=0)
 
 
 def test_two_bits_lose_at_most_53_hundredths_of_what_min_max_loses():

@@ -366,3 +366,10 @@ def test_counts_that_were_set_by_hand_after_a_sync_are_all_new():
     assert int(slot.contribution().sum()) == 64
     observer.counts = make("percentile", "input")(torch.full((1, 8, 8), 9.0)).counts
     assert int(slot.contribution().sum()) == 64 and int(slot.contribution().min()) == 0
+
+
+def test_a_view_whose_numbers_are_to_be_negated_is_read_as_it_reads():
+    torch.manual_seed(0)
+    weight = torch.rand(4, 32)
+    observer = make("memoryless_minmax", args=INT4)(torch._neg_view(weight))  # the imaginary part of a conjugate is one
+    torch.testing.assert_close(observer.min_vals, -weight.amax(dim=1, keepdim=True), rtol=0, atol=0)

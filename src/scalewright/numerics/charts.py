@@ -93,7 +93,7 @@ class Chart:
         torch.mul(block.x_PE, lines.factor_P.unsqueeze(1), out=place_PE)
         place_PE.add_(lines.zero_P.unsqueeze(1))  # a third of addcmul's time
         # Without weights and zero points all values are known to be on the chart.
-        if len(lines.first_P) > 1 or block.weights_PE is not None:
+        if self.rows < len(self.table_BC) or block.weights_PE is not None:
             torch.maximum(place_PE, first_P1, out=place_PE)
             torch.minimum(place_PE, first_P1 + (self.rows - 1), out=place_PE)
         sums_XC = torch.nn.functional.embedding_bag(
@@ -148,10 +148,10 @@ def error_chart(
     least = math.floor(grid.low) - 1.0
     bins_per_step = bins // round(grid.high + 1 - least)
     rows = round((grid.high + 1 - least) * bins_per_step) + 1
-    middle_B1 = (least + torch.arange(rows, dtype=torch.float64) / bins_per_step).unsqueeze(1)
+    middle_B1 = (least + torch.arange(rows, dtype=torch.float64, device="cpu") / bins_per_step).unsqueeze(1)
     half = _MARGIN / bins_per_step
     numbers = grid.numbers().double()
-    ratio_J = torch.tensor(ratios, dtype=torch.float64)
+    ratio_J = torch.tensor(ratios, dtype=torch.float64, device="cpu")
     index_BJ = torch.bucketize(middle_B1 / ratio_J, (numbers[1:] + numbers[:-1]) / 2)
     has_slopes = wobble > _NO_WOBBLE
 
@@ -190,9 +190,11 @@ def plain_chart(grid: Grid, norm: float, ratios: tuple[float, ...], *, affine: b
     num_points = span + 1 if affine else 1
     bins_per_step = min(_MOST_BINS, 2 ** int(math.log2(_MOST_ROWS / (span * num_points))))
     rows = round((span + 2 * outside) * bins_per_step) + 1
-    points = torch.arange(num_points) + (grid.low if affine else 0.0)
-    in_codes_B1 = (grid.low - outside + torch.arange(rows, dtype=torch.float32) / bins_per_step).unsqueeze(1)
-    ratio_J = torch.tensor(ratios, dtype=torch.float32)
+    points = torch.arange(num_points, device="cpu") + (grid.low if affine else 0.0)
+    in_codes_B1 = (
+        grid.low - outside + torch.arange(rows, dtype=torch.float32, device="cpu") / bins_per_step
+    ).unsqueeze(1)
+    ratio_J = torch.tensor(ratios, dtype=torch.float32, device="cpu")
     tables = []
     for point in points.tolist():
         y_B1 = in_codes_B1 - point

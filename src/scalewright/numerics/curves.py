@@ -71,7 +71,7 @@ def power_curve(norm: float, *, largest: float, typical: float) -> Curve:
 
 
 def _spaced(start: float, end: float) -> Tensor:
-    return torch.linspace(start, end, _POINTS, dtype=torch.float64)
+    return torch.linspace(start, end, _POINTS, dtype=torch.float64, device="cpu")
 
 
 def _powers(points: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Grid:
     @cache  # noqa: B019 (there are as many grids as formats)
     def numbers(self) -> Tensor:
         """All numbers of the grid, ascending, in fp32. They are computed once: do not change them."""
-        steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1)
+        steps = torch.arange(round(self.low / self.smallest), round(self.high / self.smallest) + 1, device="cpu")
         numbers: Tensor = torch.unique(self.round_(steps.float() * self.smallest))
         return numbers
 
@@ -105,4 +105,4 @@ def numbers_of_e4m3(codes: Tensor) -> Tensor:
 
 def _has_subnormals() -> bool:
     """Whether fp32 has them just now: torch.set_flush_denormal makes zeros of them."""
-    return bool(torch.tensor(E4M3.smallest / _UNIT) * _UNIT)
+    return bool(torch.tensor(E4M3.smallest / _UNIT, device="cpu") * _UNIT)

@@ -187,11 +187,11 @@ def _level_edges(grid: Grid) -> Tensor:
     """
     if grid.mantissa_bits is None:
         num_levels = int(grid.high) + 1
-        return torch.linspace(0, 1, num_levels + 1, dtype=torch.float64)
+        return torch.linspace(0, 1, num_levels + 1, dtype=torch.float64, device="cpu")
     numbers = grid.numbers().double()
     numbers = numbers[numbers >= 0]
     middles = (numbers[1:] + numbers[:-1]) / 2
-    return torch.cat([torch.zeros(1, dtype=torch.float64), middles / grid.high, torch.ones(1, dtype=torch.float64)])
+    return torch.cat([middles.new_zeros(1), middles / grid.high, middles.new_ones(1)])
 
 
 def _first_reaching(counts: Tensor, ascending: Tensor, amount: Tensor) -> Tensor:

@@ -32,8 +32,10 @@ _SMALLEST_WEIGHTED = {2: 0.25, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.82, 8: 0.
 _LARGEST_OF_FEW = {2: 1.3, 3: 1.3, 4: 1.3, 5: 1.2, 6: 1.12, 7: 1.08, 8: 1.06}
 _FEW = 64
 _LARGEST_AFFINE = {2: 1.3, **dict.fromkeys(range(3, 9), 1.1)}
-# With importance an outlier may be worth nothing: some more scales further down, to this share of the smallest.
-_FARTHEST, _NUM_FAR = 0.08, 12
+# With importance an outlier may be worth nothing, and among thousands of values it may cost less than a coarse step for
+# all of them: some more scales further down, each this share of the one before. Most: what a chart has room for.
+_FAR_RATIO, _NUM_FAR, _MOST_FAR = 0.08 ** (1 / 12), 12, 32
+_MANY = 256
 _MORE_IF_ROUGH = 1.6  # few elements, or elements that weigh differently: the best scale is harder to hit
 _SILENT = 1e-4  # elements that weigh less than this share of the mean do not say where the ladder begins
 _FITTED_BITS = 4  # with more, the search closes in between rungs
@@ -118,9 +120,13 @@ class Ladder:
             smallest = (_SMALLEST_WEIGHTED if positions.is_weighted else _SMALLEST)[bits]
             step = (1 / smallest - 1 / largest) / (candidates - 1)
             num_above = max(1, round((1 - 1 / largest) / step))
-            if positions.is_weighted:
-                lower = [smallest * _FARTHEST ** ((i + 1) / _NUM_FAR) for i in range(_NUM_FAR)]
-                far = [(1 / ratio - 1) / step for ratio in lower]
+            num_far = _NUM_FAR if positions.is_weighted else 0
+            if not positions.is_weighted and point_P is None and positions.num_elements > _MANY:
+                # If one value is far out, a share r of the range cuts off (1 - r)^2 of its square, and the others lose
+                # n r^2 / 12 squared steps, of which half the range has h: together least at 1 / (1 + n / 12 h^2).
+                lone = 1 / (1 + positions.num_elements / (3 * (grid.high - grid.low) ** 2))
+                num_far = min(_MOST_FAR, max(0, math.ceil(math.log(lone / smallest) / math.log(_FAR_RATIO))))
+            far = [(1 / (smallest * _FAR_RATIO ** (i + 1)) - 1) / step for i in range(num_far)]
         else:
             # One octave of larger scales has all there is; but few numbers may gain by clipping.
             octaves_below = 0.5 if bits < 8 else 0.0

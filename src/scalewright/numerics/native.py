@@ -45,7 +45,7 @@ def serves(x: Tensor) -> bool:
 def min_max_of_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The least and the largest value of each of as many rows as `shape` has places, in fp32; NaN where a row has one."""
     is_widened = x.dtype == torch.bfloat16  # which is the first half of an fp32 number
-    lo_P, hi_P = torch.empty(2, *shape, dtype=torch.float32 if is_widened else x.dtype).unbind()
+    lo_P, hi_P = x.new_empty((2, *shape), dtype=torch.float32 if is_widened else x.dtype).unbind()
     num_rows = lo_P.numel()
     _module.ends(
         x.data_ptr(),
@@ -89,7 +89,7 @@ def errors(
 
     `curves_JT` are polynomials to take for the power, one for each candidate.
     """
-    sums_JR = torch.empty(len(scale_JP), x_PE.numel() // segment, dtype=torch.float32)
+    sums_JR = x_PE.new_empty(len(scale_JP), x_PE.numel() // segment)
     _measure(_module.errors, x_PE, weights_PE, scale_JP, zero_point_JP, sums_JR, grid, norm, curves_JT)
     return _over_segments(sums_JR, len(x_PE))
 
@@ -108,7 +108,7 @@ def least(
 
     Errors are `errors` times the scale to the power of the norm, but that of `largest` at most.
     """
-    error_P, index_P = torch.empty(len(x_PE), dtype=torch.float32), torch.empty(len(x_PE), dtype=torch.int64)
+    error_P, index_P = x_PE.new_empty(len(x_PE)), x_PE.new_empty(len(x_PE), dtype=torch.int64)
     _measure(_module.errors, x_PE, weights_PE, scale_JP, zero_point_JP, error_P, grid, norm, None, index_P, largest)
     return index_P, error_P
 
@@ -123,7 +123,7 @@ def scores(
     segment: int,
 ) -> Tensor:
     """`sum of w * x * q` and `sum of w * q * q` of the codes that integer scales give: [2, J, P]."""
-    sums_2JR = torch.empty(2, len(scale_JP), x_PE.numel() // segment, dtype=torch.float32)
+    sums_2JR = x_PE.new_empty(2, len(scale_JP), x_PE.numel() // segment)
     _measure(_module.scores, x_PE, weights_PE, scale_JP, zero_point_JP, sums_2JR, grid, 2.0, None)
     return _over_segments(sums_2JR, len(x_PE))
 
@@ -145,7 +145,7 @@ class Lines:
 
 def chart_sums(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines, *, segment: int) -> Tensor:
     """The (weighted) sum of the lines that the values of each position look up: [P, C]."""
-    sums_RC = torch.empty(x_PE.numel() // segment, lines.table_BC.shape[1], dtype=torch.float32)
+    sums_RC = x_PE.new_empty(x_PE.numel() // segment, lines.table_BC.shape[1])
     _look_up(x_PE, weights_PE, lines, segment, sums_RC, None)
     if len(sums_RC) > len(x_PE):
         sums_RC = sums_RC.view(len(x_PE), -1, sums_RC.shape[1]).double().sum(dim=1)
@@ -157,7 +157,7 @@ def chart_least(x_PE: Tensor, weights_PE: Tensor | None, lines: Lines) -> tuple[
 
     Sums are not negative, and compared but for their last six bits.
     """
-    error_P, index_P = torch.empty(len(x_PE), dtype=torch.float32), torch.empty(len(x_PE), dtype=torch.int64)
+    error_P, index_P = x_PE.new_empty(len(x_PE)), x_PE.new_empty(len(x_PE), dtype=torch.int64)
     _look_up(x_PE, weights_PE, lines, x_PE.shape[1], error_P, index_P)
     return index_P, error_P
 

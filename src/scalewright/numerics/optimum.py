@@ -145,7 +145,7 @@ def _ladder_of(args: QuantizationArgs, signed: bool) -> _Ladder:
     elif signed:
         reaches = (*reaches, _Reach(-low, high, sign=-1))
     num_levels = max(max(reach.above, reach.below) for reach in reaches)
-    return _Ladder(torch.arange(num_levels + 1, dtype=torch.float64), reaches)
+    return _Ladder(torch.arange(num_levels + 1, dtype=torch.float64, device="cpu"), reaches)
 
 
 class _ByPosition:

@@ -58,7 +58,7 @@ class ScaleCodes:
     @cached_property
     def numbers(self) -> Tensor:
         """All scales by their code, in fp32. They are computed once: do not change them."""
-        return self.numbers_of(torch.arange(self.last + 1))
+        return self.numbers_of(torch.arange(self.last + 1, device="cpu"))
 
     def code_of(self, scale: Tensor) -> Tensor:
         """The code of each scale, all of which the format has, int32."""
@@ -160,7 +160,7 @@ def _symmetric_qparams(
     if not math.isfinite(largest):
         return None
     scale = scale if scale.ndim else scale.reshape(1)
-    zero_point = torch.zeros(scale.shape, dtype=args.zp_dtype)
+    zero_point = torch.zeros(scale.shape, dtype=args.zp_dtype, device=scale.device)
     return scale if dtype == torch.float32 else round_scale(scale, dtype), zero_point
 
 

@@ -48,9 +48,9 @@ def shrink_candidates(*, maxshrink: float, grid: float, expand: float = 1.0) -> 
 
     [K, 2] factors, descending after the first. Min-max is always among them: a search is never worse than none.
     """
-    steps = torch.arange(max(1, int(maxshrink * grid + 1e-9)), dtype=torch.float64)
+    steps = torch.arange(max(1, int(maxshrink * grid + 1e-9)), dtype=torch.float64, device="cpu")
     factors = expand * (1 - steps / grid)
-    factors = torch.cat([torch.ones(1, dtype=torch.float64), factors[factors != 1]])
+    factors = torch.cat([factors.new_ones(1), factors[factors != 1]])
     return factors.float().unsqueeze(1).expand(-1, 2)
 
 

@@ -30,7 +30,7 @@ from scalewright.numerics.extremes import are_finite_ends, is_finite, min_max
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.scales import effective_scale, global_scale_of, stored_dtype, stored_qparams
 from scalewright.observers.knobs import Knob, parse_knobs
-from scalewright.observers.merging import Rule, join_dtypes, merge_statistics, sync_statistics
+from scalewright.observers.merging import Rule, as_tensor, join_dtypes, merge_statistics, sync_statistics
 from scalewright.observers.registry import NamedObservers
 
 
@@ -183,8 +183,8 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
                 f"{observed.dtype}, layout {observed.layout} and device {observed.device}."
             )
         try:
-            g_idx, mask = (None if each is None else torch.as_tensor(each) for each in (g_idx, mask))
-            self._observe(observed.detach(), g_idx, mask)
+            g_idx, mask = (None if each is None else as_tensor(each) for each in (g_idx, mask))
+            self._observe(observed.detach().resolve_neg(), g_idx, mask)
         except ScalewrightError as error:
             raise error.at(self._where) from None
         return self
@@ -235,7 +235,7 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
         """`min_vals` and `max_vals` in fp32, also where a user has set plain numbers; None when nothing was seen."""
         if self.min_vals is None or self.max_vals is None:
             return None
-        return _in_fp32(self.min_vals), _in_fp32(self.max_vals)
+        return as_tensor(self.min_vals).float(), as_tensor(self.max_vals).float()
 
     @property
     def has_own_range(self) -> bool:
@@ -441,10 +441,6 @@ class Observer(InternalModule, NamedObservers):  # type: ignore[misc]
 
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _in_fp32(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) and value.dtype == torch.float32 else torch.as_tensor(value).float()
 
 
 def _non_finite(observed: Tensor, keep: Tensor | None, base_name: str) -> NonFiniteError:

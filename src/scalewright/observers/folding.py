@@ -133,7 +133,7 @@ class MovingAverage(Folding):
             else:
                 first_Q, added_Q = (before[f"{part}_{end}"].to(new_Q.device) for part in ("first", "added"))
                 joined |= {f"first_{end}": first_Q, f"added_{end}": added_Q * (1 - share) + new_Q * share}
-        joined["num_averaged"] = torch.tensor(1 if before is None else 1 + int(before["num_averaged"]))
+        joined["num_averaged"] = torch.tensor(1 if before is None else 1 + int(before["num_averaged"]), device="cpu")
         return {**joined, **self.derived(joined)}
 
     @override

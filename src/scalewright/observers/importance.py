@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from scalewright.errors import LayoutError, NonFiniteError, ScalewrightError
 from scalewright.numerics import layout
-from scalewright.observers.merging import Rule
+from scalewright.observers.merging import Rule, as_tensor
 from scalewright.observers.searching import SearchObserver
 
 
@@ -42,7 +42,7 @@ class ImportanceObserver(SearchObserver):
     def reset(self) -> None:
         super().reset()
         self._imatrix_sum: Tensor | None = None
-        self._imatrix_count: Tensor = torch.tensor(0, dtype=torch.int64)
+        self._imatrix_count: Tensor = torch.tensor(0, dtype=torch.int64, device="cpu")
         self.is_given: bool = False
         """Whether importance was taken over from the module. It is complete then: inputs that are shown add nothing."""
         self._fallback: str | None = None
@@ -67,10 +67,10 @@ class ImportanceObserver(SearchObserver):
         super().attach(module)
         module = _without_compiler(module)
         left_behind = getattr(module, "_imatrix_sum", None)
-        count = torch.as_tensor(getattr(module, "_imatrix_count", 1))
+        count = as_tensor(getattr(module, "_imatrix_count", 1))
         if left_behind is not None and bool(count > 0):
             # A sum without a count still says how the channels compare.
-            self._imatrix_sum, self._imatrix_count = torch.as_tensor(left_behind), count
+            self._imatrix_sum, self._imatrix_count = as_tensor(left_behind), count
             self.is_given = True
             forget_importance(module)
             return
@@ -131,7 +131,7 @@ class ImportanceObserver(SearchObserver):
         except ScalewrightError as error:
             raise error.at(self._where) from None
         self._imatrix_sum = self._imatrix_sum.to(sum_C.device) + sum_C
-        self._imatrix_count = torch.as_tensor(self._imatrix_count).to(sum_C.device) + num_tokens
+        self._imatrix_count = as_tensor(self._imatrix_count).to(sum_C.device) + num_tokens
 
     def _share_with(self, module: torch.nn.Module) -> None:
         leave_importance(module, self._imatrix_sum, self._imatrix_count)

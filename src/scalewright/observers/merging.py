@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -275,7 +275,7 @@ class _Exchange:
 def _statistic(observer: Observer, name: str) -> Tensor | None:
     """A statistic as a tensor, also where a user has set a plain number."""
     value = getattr(observer, name)
-    return None if value is None else torch.as_tensor(value)
+    return None if value is None else as_tensor(value)
 
 
 def _statistics(observer: Observer) -> dict[str, Tensor]:
@@ -342,3 +342,8 @@ def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     if accelerator is None or "gloo" in backend or "mpi" in backend:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor as it is, or a number as a tensor; `torch.as_tensor` moves both to torch's default device."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

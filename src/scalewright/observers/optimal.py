@@ -15,7 +15,7 @@ from scalewright.observers.base import Observer, QParamsDict, Range
 from scalewright.observers.folding import Memoryless
 from scalewright.observers.importance import ImportanceObserver
 from scalewright.observers.knobs import Knob
-from scalewright.observers.merging import Rule
+from scalewright.observers.merging import Rule, as_tensor
 
 
 @Observer.register("optimal")
@@ -95,6 +95,6 @@ class OptimalObserver(Memoryless, ImportanceObserver):
     def get_qparams(self) -> QParamsDict:
         qparams = super().get_qparams()
         if self.scale_sign is not None and self.has_own_range:
-            sign = torch.as_tensor(self.scale_sign).to(qparams["scale"])
+            sign = as_tensor(self.scale_sign).to(qparams["scale"])
             qparams["scale"] = qparams["scale"] * sign.reshape(qparams["scale"].shape)
         return qparams

@@ -19,7 +19,7 @@ from scalewright.numerics import layout
 from scalewright.numerics.scales import global_scale_of
 from scalewright.observers.base import Observer, Range
 from scalewright.observers.folding import Folded, Folding
-from scalewright.observers.merging import Rule
+from scalewright.observers.merging import Rule, as_tensor
 
 # Q: qparam positions.
 
@@ -79,7 +79,7 @@ class SearchObserver(Folding):
         is_stale = not self.has_own_range and self._own_absmax is self.true_absmax
         if self.true_absmax is None or is_stale:
             return super().absmax()
-        return torch.as_tensor(self.true_absmax).float()
+        return as_tensor(self.true_absmax).float()
 
     @override
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -89,7 +89,7 @@ class SearchObserver(Folding):
         is_grouped = layout.strategy_of(self.args) == "tensor_group"
         global_scale = global_scale_of(absmax.clamp(min=self.foreseen_absmax or 0.0)) if is_grouped else None
         if self.true_absmax is not None and self.remembers:
-            absmax = torch.maximum(absmax, torch.as_tensor(self.true_absmax).to(absmax))
+            absmax = torch.maximum(absmax, as_tensor(self.true_absmax).to(absmax))
         before = self.so_far()
         weights = self.importance_for(observed)
         result = self.fold(before, *self.search(observed, global_scale, weights))
