@@ -49,8 +49,8 @@ def importance(
     as_json: AsJson = False,
 ) -> None:
     """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
-    from scalewright.calibration.plan import LM_HEAD
     from scalewright.importance import gather_importance, merge_files
+    from scalewright.modifiers.base import OUTPUT_HEAD
 
     with (
         shared_by_ranks(None, timeout=rank_timeout, device=reading.device) as ranks,
@@ -69,7 +69,7 @@ def importance(
             found = gather_importance(
                 names[0],
                 reading.data,
-                ignore=ignore or [LM_HEAD],
+                ignore=ignore or [OUTPUT_HEAD],
                 output_file=out,
                 num_calibration_samples=samples,
                 moe_calibrate_all_experts=moe_calibrate_all_experts,

@@ -63,8 +63,8 @@ def observe(
     as_json: AsJson = False,
 ) -> None:
     """Watch data flow through a model: ranges, outliers, dead channels, what observers would choose and lose."""
-    from scalewright.calibration.plan import LM_HEAD
     from scalewright.checkpoint.outputs import check_output_file
+    from scalewright.modifiers.base import OUTPUT_HEAD
     from scalewright.observing import merge_files
     from scalewright.observing import observe as run
 
@@ -86,7 +86,7 @@ def observe(
                 reading.data,
                 observers=observer or (),
                 scheme=scheme,
-                ignore=ignore or [LM_HEAD],
+                ignore=ignore or [OUTPUT_HEAD],
                 num_calibration_samples=samples,
                 strict=strict,
                 on_step=on_step,

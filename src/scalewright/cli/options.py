@@ -30,7 +30,7 @@ run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Ignore = Annotated[
     list[str] | None,
-    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="the output head"),
 ]
 Data = Annotated[
     str | None, data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
