@@ -363,6 +363,7 @@ def test_files_are_merged_and_become_pages(model: Path, tmp_path: Path) -> None:
     [
         (("MODEL",), "a model is observed by running data through it. Give a dataset."),
         (("MODEL", "OTHER", "--data", "x"), "2 models were given. Give one, or files and --merge."),
+        ((__file__,), f"{__file__}: is a file, and no model. Give --merge for files that observe has written."),
         (("--merge", "nowhere", "other"), "nowhere: there is no such file."),
         (
             ("--merge", "a", "--data", "x", "--scheme", "FP8"),

@@ -17,6 +17,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    one_model,
     out_option,
     with_options,
 )
@@ -64,10 +65,8 @@ def importance(
                 raise RecipeError("--merge: there is nothing to share out to ranks. Run it without torchrun.")
             found = merge_files(names, out, strict=strict, overwrite=overwrite)
         else:
-            if len(names) > 1:
-                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = gather_importance(
-                names[0],
+                one_model(names, "importance"),
                 reading.data,
                 ignore=ignore or [OUTPUT_HEAD],
                 output_file=out,

@@ -18,6 +18,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    one_model,
     out_option,
     recipe_option,
     with_options,
@@ -79,10 +80,8 @@ def observe(
                 raise RecipeError(f"{', '.join(odd)}: files are merged, and no model is run. Leave it out, or --merge.")
             found = merge_files(names)
         else:
-            if len(names) > 1:
-                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = run(
-                names[0],
+                one_model(names, "observe"),
                 reading.data,
                 observers=observer or (),
                 scheme=scheme,
