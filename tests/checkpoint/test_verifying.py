@@ -694,6 +694,12 @@ BROKEN = {
         1,
         f"{WEIGHTS}: is not in {INDEX}.",
     ),
+    "settings for generation that were cut off": (
+        "W4A16",
+        write("generation_config.json", '{"eos_token_id": 2,'),
+        1,
+        "generation_config.json: is no JSON (…).",
+    ),
     "a pipe instead of a file": (
         "W4A16",
         then(lambda folder: (folder / WEIGHTS).unlink(), lambda folder: os.mkfifo(folder / WEIGHTS)),

@@ -26,7 +26,14 @@ from scalewright.errors import ModelError
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 RECIPE, RECORD = "recipe.yaml", "scalewright.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+BESIDE = (  # what loaders read besides, where it is there
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

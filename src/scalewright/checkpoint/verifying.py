@@ -21,9 +21,9 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from scalewright.calibration.hub import folder_in_cache
 from scalewright.checkpoint.folder import (
+    BESIDE,
     CONFIG,
     RECORD,
-    TOKENIZERS,
     Folder,
     Record,
     Recorded,
@@ -83,7 +83,7 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
-    for file in TOKENIZERS:
+    for file in BESIDE:
         found.json(file)
     if config is None or quantization is None:
         return Verification(found.problems, [], len(found.tensors), 0)
