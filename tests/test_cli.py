@@ -494,6 +494,7 @@ def test_files_of_importance_are_merged(model, tmp_path):
     [
         (("MODEL",), "importance is found by running data through the model. Give a dataset."),
         (("MODEL", "OTHER", "--data", "x"), "2 models were given. Give one, or files and --merge."),
+        ((__file__,), f"{__file__}: is a file, and no model. Give --merge for files that importance has written."),
         (("--merge", "nowhere", "other"), "nowhere: there is no such file."),
         (
             ("--merge", "a", "b", "--data", "x", "--seed", 1, "--no-pack"),

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
-from scalewright.calibration.plan import LM_HEAD
 from scalewright.cli import app
 from scalewright.errors import MergeError, ObservationsError, OutputError
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.observing import Observations, merge_files, observe
 from scalewright.observing.files import packed
 from scalewright.report.observations import observations_page
@@ -363,6 +363,7 @@ def test_files_are_merged_and_become_pages(model: Path, tmp_path: Path) -> None:
     [
         (("MODEL",), "a model is observed by running data through it. Give a dataset."),
         (("MODEL", "OTHER", "--data", "x"), "2 models were given. Give one, or files and --merge."),
+        ((__file__,), f"{__file__}: is a file, and no model. Give --merge for files that observe has written."),
         (("--merge", "nowhere", "other"), "nowhere: there is no such file."),
         (
             ("--merge", "a", "--data", "x", "--scheme", "FP8"),
@@ -413,7 +414,7 @@ def test_options_reach_the_observing(option: str, seen: Observations, monkeypatc
     assert (given["model"], given["dataset"]) == ("MODEL", "some.txt") and given[name] != expected
     known = inspect.signature(observe).parameters
     plain = {each: known[each].default for each in given if each not in ("model", "dataset", "on_step")}
-    assert {each: given[each] for each in plain} == {**plain, "ignore": [LM_HEAD]}
+    assert {each: given[each] for each in plain} == {**plain, "ignore": [OUTPUT_HEAD]}
     assert set(known) - set(given) == {"targets"}
     run("MODEL", "--data", "some.txt", "--json", option, *values)
     assert given[name] == expected

@@ -1,6 +1,7 @@
 """oneshot: what it refuses, and what it says of a run that a user should know."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -215,6 +216,46 @@ def test_a_layer_that_loses_by_static_scales_is_named_with_what_would_not():
     assert not any(
         "W8A8_DYNAMIC" in note for note in oneshot(Flat(), recipe=recipe, dataset=[{"input_ids": quiet}]).notes
     )
+
+
+def with_a_loud_channel(times: float, *, is_made_up_for: bool) -> nn.Module:
+    """A model one of whose hidden channels comes out of norms so many times as loud; weights may make up for it."""
+    model: nn.Module = tiny_llama()
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        for norm, layers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight.data[7] *= times
+            for layer in layers if is_made_up_for else ():
+                layer.weight.data[:, 7] /= times
+    return model
+
+
+@pytest.mark.parametrize("quality", ["fast", "balanced", "best"])
+@pytest.mark.parametrize("is_made_up_for", [False, True])
+def test_a_layer_whose_channels_drown_beside_a_loud_one_is_named_with_what_would_help(quality, is_made_up_for):
+    model = with_a_loud_channel(100, is_made_up_for=is_made_up_for)
+    result = oneshot(model, scheme="W8A8", quality=quality, dataset=IDS)
+    (layer,) = (each for each in result.layers if each.name == "model.layers.0.self_attn.q_proj")
+    (note,) = (note for note in result.notes if note.startswith(f"{layer.name}: "))
+    figures = re.fullmatch(
+        rf"{layer.name}: half of its input channels keep less than (-?\d+\.\d) dB in INT8, beside channel 7, which is "
+        r"(\d+) times as loud; its output keeps (\d+\.\d) dB, and would keep (\d+\.\d) dB with W8A8_DYNAMIC\. Leave "
+        r"its inputs as they are \(W8A16: (\d+\.\d) dB\), use FP8, or ignore it\.",
+        note,
+    )
+    assert figures is not None, note
+    channels, times, static, dynamic, plain = map(float, figures.groups())
+    assert channels < 10 and times > 50
+    assert (static, dynamic) == pytest.approx((layer.output_db, layer.dynamic_db), abs=0.05)
+    assert dynamic < static + 6 <= plain
+
+
+def test_channels_that_are_about_as_loud_as_each_other_are_not_spoken_of():
+    for model, scheme in ((tiny_llama(), "W8A8"), (with_a_loud_channel(100, is_made_up_for=True), "FP8")):
+        assert not any("channels" in note for note in oneshot(model, scheme=scheme, dataset=IDS).notes)
 
 
 BF16_NOTE = (

@@ -9,14 +9,22 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 from command_line import error_of, run
 from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
-from scalewright.calibration.plan import LM_HEAD
+from scalewright.checkpoint.verifying import verify_checkpoint
 from scalewright.errors import DataError, RecipeError
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.modifiers.schemes import scheme_named, scheme_names
 from scalewright.observers import Observer
+from scalewright.planning import plan_of
 from scalewright.quality import QUALITIES, recipe_for
 
 SCHEMES = [name for name in scheme_names() if name != "UNQUANTIZED"]
@@ -49,7 +57,7 @@ def test_every_quality_of_every_scheme_is_a_recipe_that_can_be_written_and_read(
     (modifier,) = recipe.modifiers
     (group,) = modifier.groups
     expected = scheme_named(scheme)
-    assert (group.targets, modifier.ignore) == (["Linear"], [LM_HEAD])
+    assert (group.targets, modifier.ignore) == (["Linear"], [OUTPUT_HEAD])
     without = {"observer": None, "observer_kwargs": {}}
     assert group.scheme.weights.model_copy(update=without) == expected.weights.model_copy(update=without)
     assert group.scheme.input_activations == expected.input_activations
@@ -72,7 +80,7 @@ def test_a_better_quality_asks_for_more(scheme):
 
 @pytest.mark.parametrize(("scheme", "options"), [("W4A16", {"positive_scales": True}), ("NVFP4A16", {})])
 def test_balanced_is_what_a_scheme_alone_means_but_for_negative_scales(scheme, options):
-    given = {"targets": ["Linear"], "scheme": scheme, "ignore": [LM_HEAD]}
+    given = {"targets": ["Linear"], "scheme": scheme, "ignore": [OUTPUT_HEAD]}
     assert recipe_for("balanced", scheme, **options).to_dict() == Recipe.of(QuantizationModifier(**given)).to_dict()
 
 
@@ -306,3 +314,29 @@ def test_best_is_better_than_balanced_with_few_tokens_too(tokens):
             found = result.model(other[:2048].view(8, 256)).logits.log_softmax(dim=-1)
             lost[quality] += float((original.exp() * (original - found)).sum(dim=-1).mean())
     assert lost["best"] < 0.9 * lost["balanced"]
+
+
+@pytest.mark.parametrize(
+    ("auto", "kind", "heads"),
+    [
+        (AutoModelForSequenceClassification, "llama", ["score"]),
+        (AutoModelForCausalLM, "bert", ["cls.predictions.decoder"]),
+    ],
+)
+def test_what_a_scheme_leaves_as_it_is_is_the_same_in_recipe_plan_and_checkpoint(auto, kind, heads, tmp_path):
+    sizes = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 4, "max_position_embeddings": 32, "is_decoder": kind == "bert"}
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return auto.from_config(AutoConfig.for_model(kind, **sizes, **more))
+
+    recipe = recipe_for("fast", "W8A16", group_size=64)
+    assert plan_of(model(), recipe).ignored == heads
+    oneshot(model(), recipe=recipe, output_dir=tmp_path / "one")
+    oneshot(model(), recipe=tmp_path / "one" / "recipe.yaml", output_dir=tmp_path / "two")
+    for out in (tmp_path / "one", tmp_path / "two"):
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        assert config["ignore"] == heads
+        assert [str(each) for each in verify_checkpoint(out)] == []
+    assert (tmp_path / "one" / "recipe.yaml").read_text() == (tmp_path / "two" / "recipe.yaml").read_text()

@@ -20,13 +20,13 @@ from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
 from scalewright.calibration.gathering import Importance, gather_squares, layers_meant, note_unseen
 from scalewright.calibration.pipelines import OnStep, silent
-from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import digest_of_data
 from scalewright.checkpoint.outputs import check_output_file, write_file
 from scalewright.errors import DataError, ImportanceError
 from scalewright.modifiers import IMatrixGatherer, Modifier
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.preparing import layers_and_data, name_of, refuse_if_strict
 
 __all__ = ["Importance", "gather_importance", "load_importance", "merge_importance", "save_importance"]
@@ -43,7 +43,7 @@ def gather_importance(
     dataset: Any,
     *,
     targets: str | Sequence[str] = "Linear",
-    ignore: str | Sequence[str] = LM_HEAD,
+    ignore: str | Sequence[str] = OUTPUT_HEAD,
     output_file: str | Path | None = None,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,

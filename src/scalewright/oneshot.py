@@ -115,18 +115,11 @@ class Result:
         }
         told = {key: value for key, value in self.to_dict().items() if key != "seconds"}  # the same in every run
         rows = {row["name"]: row for row in told["layers"]}
-        for row in rows.values():
-            places = parts[row["name"]].places if row["name"] in parts else {}
-            row["digests"] = {name: each.digest() for name, each in sorted(places.items())}
         told["layers"] = [{**rows[layer], "name": name} for name, layer in names_of(self.in_memory, rows).items()]
-        files = {
-            "recipe.yaml": self.recipe.to_yaml(),
-            RUN_FILE: json.dumps(told, indent=2),
-            PICTURES_FILE: pictures_text(self.layers),
-        }
+        files = {"recipe.yaml": self.recipe.to_yaml(), PICTURES_FILE: pictures_text(self.layers)}
         source.check_unchanged()  # before parts of it are copied, and afterwards
         with journal.checkpoint() as draft:
-            save_checkpoint(
+            told["digests"] = save_checkpoint(
                 self.in_memory,
                 parts,
                 draft,
@@ -134,6 +127,7 @@ class Result:
                 companions=self.companions,
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
+            (draft / RUN_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
             source.check_unchanged()
             check_draft(draft, journal.out)
             check_output(journal.out, overwrite=overwrite)  # somebody may have put something there meanwhile

@@ -11,6 +11,7 @@ from compressed_tensors.quantization.lifecycle.initialize import is_cached_atten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from zoo import ANIMALS, zoo
 
 from scalewright.calibration.targets import (
@@ -22,10 +23,12 @@ from scalewright.calibration.targets import (
     join_targets,
     largest_blocks,
     loader_targets,
+    output_heads,
     resolve_targets,
 )
 from scalewright.errors import LayoutError, ModelError, RecipeError
 from scalewright.modifiers import QuantizationModifier
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.modifiers.schemes import scheme_named
 
 KV = {"num_bits": 8, "type": "float"}
@@ -253,6 +256,56 @@ def test_layers_have_the_scheme_of_their_group():
         expected = scheme_named("W4A16", ["*mlp.*"]) if "mlp" in layer.name else scheme_named("FP8", ["Linear"])
         assert layer.scheme == expected
         assert layer.module is LLAMA.get_submodule(layer.name)
+
+
+# ---- the output head -------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def built(kind: str, auto: type = AutoModelForCausalLM, **more) -> nn.Module:
+    with torch.device("meta"):
+        return auto.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}))
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (built("llama"), {"lm_head"}),
+        (built("gpt_neox"), {"lm_head"}),
+        (built("bert", is_decoder=True), {"cls.predictions.decoder"}),
+        (built("roberta", is_decoder=True), {"lm_head.dense", "lm_head.decoder"}),
+        (built("llama", AutoModelForSequenceClassification), {"score"}),
+        (built("roberta", AutoModelForSequenceClassification), {"classifier.dense", "classifier.out_proj"}),
+        (built("bert", AutoModel), set()),
+        (nn.ModuleDict({"layers": Block(), "embed_out": nn.Linear(8, 8)}), {"embed_out"}),
+        (nn.ModuleDict({"layers": nn.ModuleDict({"output": nn.Linear(8, 8)}), "score": nn.ReLU()}), set()),
+        (nn.ModuleDict({"model": nn.ModuleDict({"lm_head": nn.Linear(8, 8)})}), {"model.lm_head"}),
+    ],
+    ids=["llama", "neox", "bert", "roberta", "score", "classifier", "none", "by name", "inside", "deep"],
+)
+def test_the_output_head_is_what_the_model_calls_so_or_what_has_the_name_of_one(model, heads):
+    assert output_heads(model) == heads
+    spared = resolved(model, scheme="W8A16", ignore=[OUTPUT_HEAD])
+    everything = resolved(model, scheme="W8A16")
+    assert set(names(everything)) - set(names(spared)) == heads
+    assert set(spared.ignored) == heads
+    assert not any(OUTPUT_HEAD in note for note in spared.notes)
+
+
+def test_the_output_head_is_no_target():
+    with pytest.raises(RecipeError) as caught:
+        QuantizationModifier(targets=["Linear", OUTPUT_HEAD], scheme="W8A16")
+    assert str(caught.value) == (
+        f"targets: '{OUTPUT_HEAD}' is a word for ignore. Name the layers that are to be quantised."
+    )
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ BROKEN = {
     "gate and up with two global scales": (
         "NVFP4",
         then(put(f"{GATE}.weight_global_scale", (0,), 1000.0), put(f"{UP}.weight_global_scale", (0,), 1234.5)),
-        1,
+        2,  # and the first is not the one that was written, either
         f"{UP}.weight_global_scale: is 1234.5, and that of {GATE} is 1000. Loaders take one for both.",
     ),
     "a key scale missing": (
@@ -694,6 +694,12 @@ BROKEN = {
         1,
         f"{WEIGHTS}: is not in {INDEX}.",
     ),
+    "settings for generation that were cut off": (
+        "W4A16",
+        write("generation_config.json", '{"eos_token_id": 2,'),
+        1,
+        "generation_config.json: is no JSON (…).",
+    ),
     "a pipe instead of a file": (
         "W4A16",
         then(lambda folder: (folder / WEIGHTS).unlink(), lambda folder: os.mkfifo(folder / WEIGHTS)),
@@ -836,22 +842,75 @@ def test_what_is_sound_and_yet_not_the_original_is_found_beside_it(good, breakin
     out, model = good("W4A16")
     out = copied(out, tmp_path / "out")
     breaking(out)
-    told = json.loads((out / "scalewright.json").read_text())
-    told["layers"] = [{key: value for key, value in row.items() if key != "digests"} for row in told["layers"]]
-    (out / "scalewright.json").write_text(json.dumps(told))
+    with_json("scalewright.json", lambda told: told.pop("digests"))(out)
     assert problems_of(out) == []
     (found,) = problems_of(out, model)
     assert re.fullmatch(words, found)
 
 
+def not_written(name: str) -> str:
+    return (
+        f"{name}: is not the tensor that was written, by scalewright.json. Copy the checkpoint again, or run again; if "
+        "that was meant, take it out of 'digests' there."
+    )
+
+
+def one_bit_of(name: str) -> Callable[[Path], None]:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[name].view(torch.uint8).reshape(-1)[5] ^= 1
+
+    return tensors(change)
+
+
 @pytest.mark.parametrize("factor", [2, 1.1, 1.01])
-def test_a_tensor_that_is_not_what_was_written_is_found_without_the_original(good, factor, tmp_path):
+def test_a_scale_that_is_not_what_was_written_is_found_without_the_original(good, factor, tmp_path):
     out = copied(good("W4A16")[0], tmp_path / "out")
     one_scale_times(factor)(out)
-    assert problems_of(out) == [f"{UP}.weight_scale: has other bytes than were written, by scalewright.json."]
-    change_codes = tensors(lambda state: state[f"{UP}.weight_packed"][2, 2].bitwise_xor_(1))
-    change_codes(out)
-    assert len(problems_of(out)) == 2
+    assert problems_of(out) == [not_written(f"{UP}.weight_scale")]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{UP}.weight_packed", f"{UP}.weight_scale", NORM, EMBEDDING, "model.norm.weight", "lm_head.weight"]
+)
+def test_a_bit_that_was_changed_is_found_without_the_original(good, name, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    one_bit_of(name)(out)
+    assert problems_of(out) == [not_written(name)]
+    with_json("scalewright.json", lambda told: told["digests"].pop(name))(out)  # as the message has it
+    assert problems_of(out) == []
+
+
+def test_the_same_bytes_in_another_dtype_are_another_tensor(good, tmp_path):
+    out = copied(good("NVFP4")[0], tmp_path / "out")
+    tensors(lambda state: state.update({NORM: state[NORM].view(torch.float16)}))(out)
+    assert problems_of(out) == [not_written(NORM)]
+
+
+def test_other_problems_do_not_hide_what_was_changed(good, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    put(f"{UP}.weight_scale", (3, 1), 0.0)(out)
+    one_bit_of(NORM)(out)
+    assert problems_of(out) == [f"{UP}.weight_scale: 1 of 192 scales, at [3, 1], is zero.", not_written(NORM)]
+
+
+def test_a_tensor_that_only_the_record_knows_is_missed(tmp_path):
+    """No model can be built of it, so nobody else knows that there was a buffer."""
+    torch.manual_seed(0)
+    out = tmp_path / "out"
+    oneshot(
+        Mine(), recipe={"modifiers": {"QuantizationModifier": {"scheme": "W8A16", "group_size": 32}}}, output_dir=out
+    )
+    tensors(lambda state: state.pop("mask"))(out)
+    assert problems_of(out) == ["mask: is missing from the files, and was written, by scalewright.json."]
+
+
+@pytest.mark.parametrize("digests", [None, [], {}, {NORM: 3}, "x", {"no such tensor": None}])
+def test_a_record_whose_digests_make_no_sense_says_nothing(good, digests, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    with_json("scalewright.json", lambda told: told.update(digests=digests))(out)
+    one_bit_of(NORM)(out)
+    problems = [] if digests in (None, {}) else ["scalewright.json: its digests are no texts by the names of tensors."]
+    assert problems_of(out) == problems
 
 
 def test_the_original_may_be_a_name_on_the_hub(good, tmp_path, monkeypatch):

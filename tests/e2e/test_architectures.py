@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import Expert
-from scalewright.calibration.plan import LM_HEAD
 from scalewright.checkpoint.loading import load_model
 from scalewright.errors import ModelError, RecipeError
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.oneshot import Result, oneshot
 
 VOCAB, HIDDEN = 96, 64
@@ -153,7 +153,7 @@ def batch_of(kind: str, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def modifiers(*given: dict[str, Any]) -> dict[str, Any]:
     """A recipe with a stage for each of some modifiers."""
     return {
-        f"part{i}_stage": {"modifiers": {"QuantizationModifier": {"ignore": [LM_HEAD], **each}}}
+        f"part{i}_stage": {"modifiers": {"QuantizationModifier": {"ignore": [OUTPUT_HEAD], **each}}}
         for i, each in enumerate(given)
     }
 
@@ -342,7 +342,7 @@ def test_experts_that_transformers_cannot_read_are_named(scheme, why, tmp_path):
             "leaves activations of experts as they are. Use W8A8_DYNAMIC.",
         ),
         (
-            {**SCHEMES["W4A16"], "ignore": [LM_HEAD, "*.experts.*.w2"]},
+            {**SCHEMES["W4A16"], "ignore": [OUTPUT_HEAD, "*.experts.*.w2"]},
             "model.layers.0.mlp.experts.0.w2: would be stored in another way than model.layers.0.mlp.experts.0.w1, and "
             "loaders know one for all experts of a layer. Treat them alike.",
         ),
@@ -368,7 +368,7 @@ def test_experts_that_nobody_can_read_are_refused_before_the_work(given, words):
 
 
 def test_experts_of_one_layer_alone_are_named(tmp_path):
-    result = quantised("mixtral", tmp_path, {**SCHEMES["W4A16"], "ignore": [LM_HEAD, "layers.1.mlp.*"]})
+    result = quantised("mixtral", tmp_path, {**SCHEMES["W4A16"], "ignore": [OUTPUT_HEAD, "layers.1.mlp.*"]})
     assert notes_of(result) == [
         "model.layers.1.mlp.experts: its experts have another scheme than those of model.layers.0.mlp.experts, or "
         "none. vLLM reads that, transformers has one scheme for all experts. For transformers treat all experts alike."
@@ -403,7 +403,7 @@ def test_experts_that_transformers_has_in_one_tensor_in_checkpoints_too_are_name
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_that_are_ignored_are_read_as_they_are(kind, scheme, tmp_path):
     dtype = torch.bfloat16 if scheme in IN_BF16 else torch.float32
-    given = {**SCHEMES[scheme], "ignore": [LM_HEAD, "re:.*experts.*"]}
+    given = {**SCHEMES[scheme], "ignore": [OUTPUT_HEAD, "re:.*experts.*"]}
     result = quantised(kind, tmp_path, given, dtype=dtype)
     assert len(result.layers) == 8
     assert_reads_back(kind, tmp_path, result, dtype)
@@ -523,8 +523,8 @@ def test_what_gpt2_has_besides_is_read_back(given, tied, tmp_path):
     "stages",
     [
         (
-            {"scheme": "W8A8", "ignore": ["re:.*mlp.*", LM_HEAD]},
-            {"scheme": "W4A16", "group_size": 32, "ignore": ["re:.*self_attn.*", LM_HEAD]},
+            {"scheme": "W8A8", "ignore": ["re:.*mlp.*", OUTPUT_HEAD]},
+            {"scheme": "W4A16", "group_size": 32, "ignore": ["re:.*self_attn.*", OUTPUT_HEAD]},
         ),
         (
             {"scheme": {"FP8_DYNAMIC": ["re:.*self_attn.*"]}},
@@ -552,8 +552,8 @@ def test_stages_are_read_back(stages, pipeline, tmp_path):
 
 
 def test_where_two_stages_say_the_same_word_names_are_written(tmp_path):
-    first = {"scheme": "W8A8", "ignore": ["re:.*mlp.*", LM_HEAD]}
-    second = {"scheme": "FP8_DYNAMIC", "ignore": ["re:.*self_attn.*", LM_HEAD]}
+    first = {"scheme": "W8A8", "ignore": ["re:.*mlp.*", OUTPUT_HEAD]}
+    second = {"scheme": "FP8_DYNAMIC", "ignore": ["re:.*self_attn.*", OUTPUT_HEAD]}
     quantised("qwen3", tmp_path, first, second)
     layers = [f"model.layers.{i}." for i in range(2)]
     assert targets_of(tmp_path) == {
@@ -564,8 +564,8 @@ def test_where_two_stages_say_the_same_word_names_are_written(tmp_path):
 
 
 def test_stages_may_share_the_experts_among_them(tmp_path):
-    first = {**SCHEMES["W8A16"], "ignore": [LM_HEAD, "layers.1.*"]}
-    quantised("qwen3_moe", tmp_path, first, {**SCHEMES["W4A16"], "ignore": [LM_HEAD, "layers.0.*"]})
+    first = {**SCHEMES["W8A16"], "ignore": [OUTPUT_HEAD, "layers.1.*"]}
+    quantised("qwen3_moe", tmp_path, first, {**SCHEMES["W4A16"], "ignore": [OUTPUT_HEAD, "layers.0.*"]})
     for i, targets in enumerate(targets_of(tmp_path).values()):
         assert len(targets) == 4 + 12 and all(each.startswith(f"model.layers.{i}.") for each in targets)
 

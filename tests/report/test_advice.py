@@ -130,7 +130,7 @@ def test_layers_that_loaders_merge_are_left_alone_together():
         [layer(f"{BLOCK}.self_attn.v_proj"), layer(f"{BLOCK}.self_attn.q_proj"), layer("a b'; rm -rf $x")]
     )
     assert shlex.split(found) == [
-        *("--ignore", "lm_head"),
+        *("--ignore", "model:output_head"),
         *("--ignore", r"re:model\.layers\.3\.self_attn\.(q_proj|k_proj|v_proj)$"),
         *("--ignore", "a b'; rm -rf $x"),
     ]

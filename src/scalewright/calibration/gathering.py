@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.experts import is_fused
 from scalewright.calibration.pipelines import Batch, OnStep, silent
-from scalewright.calibration.plan import LM_HEAD, Plan
-from scalewright.calibration.targets import Pattern, first_of, resolve_targets
+from scalewright.calibration.plan import Plan
+from scalewright.calibration.targets import first_of, output_heads, resolve_targets
 from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, ImportanceError, RecipeError, did_you_mean
 from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
@@ -137,7 +137,7 @@ def layers_meant(
     """
     meant = QuantizationModifier(scheme="W8A16", targets=gatherer.targets, ignore=gatherer.ignore)
     targets = resolve_targets(model, meant)
-    notes = [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
+    notes = list(targets.notes)
     odd = [layer.name for layer in targets.layers if isinstance(layer.module, nn.Embedding)]
     if odd:
         notes.append(f"{first_of(odd)}: what goes into an embedding are token ids, which have no {sought}.")
@@ -329,7 +329,8 @@ def _gathering(
             raise RecipeError(f"{twice}: two gatherers mean it. Use ignore, or narrower targets.")
         unused = [name for name in meant if name not in wanted and (importance is None or name in importance.sums)]
         if "ignore" not in gatherer.given:  # few quantise it, so that it goes without saying
-            unused = [name for name in unused if not Pattern.of(LM_HEAD).means(name, meant[name])]
+            heads = output_heads(model)
+            unused = [name for name in unused if name not in heads]
         if unused:
             found.notes.append(
                 f"{first_of(unused)}: no observer of the recipe uses importance here, so it is not gathered. Ignore "

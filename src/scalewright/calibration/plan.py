@@ -26,8 +26,6 @@ from scalewright.modifiers.gptq_layer import GPTQLayer
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight
 
-LM_HEAD = r"re:(.*\.)?lm_head$"  # what a scheme alone leaves as it is: few loaders can do otherwise
-
 
 @dataclass
 class Plan:
@@ -126,8 +124,7 @@ def make_plan(
     targets = join_targets(resolved)
     owners = {layer.name: owner for owner, own in zip(meant, resolved, strict=True) for layer in own.layers}
     check_layers(targets.layers)
-    # A head that is left alone by default need not be there.
-    notes += [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
+    notes += targets.notes
     by_loader = loader_targets(targets)
     layers: list[WatchedLayer] = [
         _layer(

@@ -5,7 +5,8 @@ A target or an ignored name is one of:
 - `Linear`: the name of a class, or of one of its bases;
 - `model.layers.3.mlp.down_proj`: the exact name of a module;
 - `layers.1.*`: a shell wildcard, for the whole name or for what follows one of its dots;
-- `re:.*mlp.*`: a regular expression that matches from the beginning of the name.
+- `re:.*mlp.*`: a regular expression that matches from the beginning of the name;
+- `model:output_head` (to ignore only): the layers that turn what flows through the model into its answer.
 
 Where several groups mean one module, an exact name goes before a pattern and a pattern before a class; then the first
 of them. What the recipe does not quantise stays as it is; entries that change nothing become notes.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -24,11 +26,12 @@ from compressed_tensors.utils.match import is_narrow_match
 from torch import Tensor, nn
 
 from scalewright.errors import LayoutError, ModelError, RecipeError, did_you_mean
-from scalewright.modifiers.base import matches, regex_of
+from scalewright.modifiers.base import OUTPUT_HEAD, matches, regex_of
 from scalewright.modifiers.quantization import Group, QuantizationModifier
 from scalewright.numerics.layout import check_divides, check_groups, check_strategy, strategy_of
 
 QUANTIZABLE = (nn.Linear, nn.Embedding)
+_HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out", "score", "classifier", "qa_outputs", "head")
 _EXACT, _PATTERN, _CLASS = range(3)
 
 
@@ -38,6 +41,8 @@ class Pattern:
 
     text: str
     regex: re.Pattern[str] | None
+    names: frozenset[str] = frozenset()
+    """Of modules that are meant besides."""
 
     @classmethod
     def of(cls, text: str) -> Pattern:
@@ -52,7 +57,7 @@ class Pattern:
         """How narrowly a module is meant, less being narrower; None if it is not."""
         if self.regex is not None:
             return _PATTERN if matches(self.regex, name) else None
-        if name == self.text:
+        if name == self.text or name in self.names:
             return _EXACT
         return _CLASS if self.text in _class_names(module) else None
 
@@ -114,6 +119,8 @@ class _Resolution:
         self.modifier = modifier
         self.patterns = {text: Pattern.of(text) for group in modifier.groups for text in group.targets}
         self.ignores = {text: Pattern.of(text) for text in modifier.ignore}
+        if OUTPUT_HEAD in self.ignores:
+            self.ignores[OUTPUT_HEAD] = Pattern(OUTPUT_HEAD, None, output_heads(model))
         self.found = Targets()
         self.used: set[str] = set()  # targets and ignored names that mean something which could be quantised
         self.seen: set[str] = set()  # those that mean any module at all
@@ -222,7 +229,10 @@ class _Resolution:
                     "so keys and values are quantised here, too."
                 )
         for field_name, patterns in (("targets", self.patterns), ("ignore", self.ignores)):
-            yield from (self._unused(field_name, text) for text in patterns if text not in self.used)
+            unused = [text for text in patterns if text not in self.used]
+            if field_name == "ignore":  # a model without a head needs none to be ignored
+                unused = [text for text in unused if text != OUTPUT_HEAD]
+            yield from (self._unused(field_name, text) for text in unused)
         served = {layer.group for layer in self.found.layers}
         for group in self.modifier.groups:
             is_meant = any(text in self.used for text in group.targets)
@@ -249,6 +259,23 @@ class _Resolution:
             return f"{says}. Write '*.{text}' for names that end so."
         classes = {each for _, module in _modules(self.model) for each in _class_names(module)}
         return f"{says}.{did_you_mean(text, {*classes, *(name.rpartition('.')[2] for name in names)})}"
+
+
+def output_heads(model: nn.Module) -> frozenset[str]:
+    """The names of the layers that are the model's output head: what transformers calls its output embeddings, and what
+    has the name of a head, `lm_head` at any depth and others at the top; with the layers inside of them.
+    """
+    get = getattr(model, "get_output_embeddings", None)
+    told = None
+    with suppress(NotImplementedError, AttributeError):
+        told = get() if callable(get) else None
+    found = set()
+    for name, module in _modules(model):
+        parts = name.split(".")
+        is_named_so = parts[0] in _HEADS or "lm_head" in parts
+        if isinstance(module, nn.Linear) and (module is told or is_named_so):
+            found.add(name)
+    return frozenset(found)
 
 
 def join_targets(several: Sequence[Targets]) -> Targets:

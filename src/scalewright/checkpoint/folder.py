@@ -26,7 +26,14 @@ from scalewright.errors import ModelError
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 RECIPE, RECORD = "recipe.yaml", "scalewright.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+BESIDE = (  # what loaders read besides, where it is there
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -62,8 +69,15 @@ class Recorded:
 
     shape: tuple[int, ...]
     weight_db: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `scalewright.json` says; nothing, if there is no such file."""
+
+    layers: Mapping[str, Recorded] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Of the bytes of its tensors, by their names within the layer."""
+    """Of the tensors that the run has written."""
 
 
 class BrokenFileError(Exception):
@@ -103,21 +117,32 @@ class Folder:
             self.say(name, str(broken))
         return None
 
-    def record(self) -> dict[str, Recorded]:
-        """The layers that `scalewright.json` lists; none if there is no such file, or if it is broken, a problem."""
+    def record(self) -> Record:
+        """The record of the run; an empty one if there is none, or if it is broken, which is a problem."""
         told = self.json(RECORD)
-        layers = None if told is None else told.get("layers")
+        return Record() if told is None else Record(self._layers(told.get("layers")), self._digests(told))
+
+    def _layers(self, layers: Any) -> dict[str, Recorded]:
         found: dict[str, Recorded] = {}
         for row in layers if isinstance(layers, list) else ():
             name, shape, decibels = (row.get(key) if isinstance(row, dict) else None for key in _ROW)
             if not isinstance(name, str) or not _are_counts(shape) or not isinstance(decibels, int | float | None):
                 self.say(RECORD, f"has a layer that makes no sense: name {name!r}, shape {shape!r}.")
                 continue
-            digests = row.get("digests")
-            found[name] = Recorded(tuple(shape), decibels, digests if isinstance(digests, dict) else {})
-        if told is not None and not isinstance(layers, list):
+            found[name] = Recorded(tuple(shape), decibels)
+        if not isinstance(layers, list):
             self.say(RECORD, "has no list of layers.")
         return found
+
+    def _digests(self, told: Mapping[str, Any]) -> dict[str, str]:
+        """Those that are recorded: runs before there were any have none."""
+        digests = told.get("digests")
+        if digests is None:
+            return {}
+        if not isinstance(digests, dict) or not all(isinstance(each, str) for each in digests.values()):
+            self.say(RECORD, "its digests are no texts by the names of tensors.")
+            return {}
+        return digests
 
     def recipe(self) -> Any:
         """What `recipe.yaml` says, as plain data; None if there is none, or if it is broken, which is a problem."""

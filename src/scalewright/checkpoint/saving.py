@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -59,9 +59,9 @@ class TensorHere:
         """Its shape."""
         return tuple(self.tensor.shape)
 
-    def copy_to(self, target: BinaryIO) -> None:
-        """Append its bytes to an open file."""
-        target.write(self.tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Its bytes, all at once: they are here already."""
+        yield self.tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def disk_of(path: Path) -> Path:
@@ -112,8 +112,8 @@ def save_checkpoint(
     files: Mapping[str, str],
     companions: Iterable[Any] = (),
     place_of: Callable[[Tensor], TensorAt | None] = lambda tensor: None,
-) -> None:
-    """Write `model`, whose `layers` are quantised, to the empty folder `draft`.
+) -> dict[str, str]:
+    """Write `model`, whose `layers` are quantised, to the empty folder `draft`; the digest of each tensor there.
 
     The tensors of each layer are in a file; `companions` are a tokenizer and the like, `files` are texts to write
     beside. `place_of` says of a tensor where it lies in a file, if it does; it is copied from there.
@@ -128,13 +128,14 @@ def save_checkpoint(
             save_file(_each_its_own(state), draft / "model.safetensors")
         whole = draft / "model.safetensors"
         rest = whole.rename(draft / "rest.safetensors")
-        write_shards(draft, _without_stand_ins(tensors_in(rest), stored), max_bytes=_SHARD_BYTES)
+        digests = write_shards(draft, _without_stand_ins(tensors_in(rest), stored), max_bytes=_SHARD_BYTES)
         rest.unlink()
         for each in companions:
             each.save_pretrained(draft)
         _write_config(model, draft)
         for name, text in files.items():
             (draft / name).write_text(text, encoding="utf-8")
+        return digests
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
 
-    def copy_to(self, target: BinaryIO) -> None:
-        """Append its bytes to an open file."""
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Its bytes, so many at a time."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,8 @@ class TensorAt:
             opened.seek(self.start)
             return opened.read(self.num_bytes)
 
-    def copy_to(self, target: BinaryIO) -> None:
-        """Append its bytes to an open file."""
-        for chunk in self._chunks():
-            target.write(chunk)
-
-    def digest(self) -> str:
-        """What tells its bytes from others."""
-        digest = xxhash.xxh3_128()
-        for chunk in self._chunks():
-            digest.update(chunk)
-        return digest.hexdigest()
-
-    def _chunks(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Its bytes, so many at a time."""
         with self.file.open("rb") as opened:
             opened.seek(self.start)
             left = self.num_bytes
@@ -98,20 +87,29 @@ def tensors_in(file: Path) -> dict[str, TensorAt]:
     }
 
 
-def write_shards(folder: Path, tensors: Mapping[str, StoredTensor], *, max_bytes: int) -> None:
-    """Write `model.safetensors`, or as many shards as are needed, with their index."""
+def digest_of(tensor: StoredTensor) -> str:
+    """What tells a tensor from others: a digest of its dtype, its shape and its bytes."""
+    digest = _digest_without_bytes(tensor)
+    for chunk in tensor.chunks():
+        digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def write_shards(folder: Path, tensors: Mapping[str, StoredTensor], *, max_bytes: int) -> dict[str, str]:
+    """Write `model.safetensors`, or as many shards as are needed, with their index; the digest of each tensor."""
     shards = list(_split(tensors, max_bytes))
     if len(shards) == 1:
-        _write(folder / "model.safetensors", shards[0])
-        return
+        return _write(folder / "model.safetensors", shards[0])
     weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write(folder / name, shard)
+        digests |= _write(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(each.num_bytes for each in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return digests
 
 
 def _split(tensors: Mapping[str, StoredTensor], max_bytes: int) -> Iterator[dict[str, StoredTensor]]:
@@ -127,7 +125,7 @@ def _split(tensors: Mapping[str, StoredTensor], max_bytes: int) -> Iterator[dict
     yield shard
 
 
-def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     # Readers map the file: tensors with large elements go first, so that all are aligned to their elements.
     ordered = sorted(tensors.items(), key=lambda item: (-_item_size(item[1]), item[0]))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -139,8 +137,20 @@ def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     text += b" " * (-len(text) % 8)
     with file.open("wb") as opened:
         opened.write(_LENGTH.pack(len(text)) + text)
-        for _, each in ordered:
-            each.copy_to(opened)
+        return {name: _copy(each, opened) for name, each in ordered}
+
+
+def _copy(tensor: StoredTensor, target: BinaryIO) -> str:
+    """Append the bytes of a tensor to an open file; its digest, taken from the bytes that were written."""
+    digest = _digest_without_bytes(tensor)
+    for chunk in tensor.chunks():
+        target.write(chunk)
+        digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def _digest_without_bytes(tensor: StoredTensor) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
 
 
 def _item_size(tensor: StoredTensor) -> int:

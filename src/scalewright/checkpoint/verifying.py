@@ -21,10 +21,11 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from scalewright.calibration.hub import folder_in_cache
 from scalewright.checkpoint.folder import (
+    BESIDE,
     CONFIG,
     RECORD,
-    TOKENIZERS,
     Folder,
+    Record,
     Recorded,
     first_line,
     read_folder,
@@ -32,7 +33,7 @@ from scalewright.checkpoint.folder import (
 )
 from scalewright.checkpoint.formats import NVFP4, Stored
 from scalewright.checkpoint.problems import Problem
-from scalewright.checkpoint.shards import TensorAt
+from scalewright.checkpoint.shards import TensorAt, digest_of
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
 from scalewright.errors import ModelError, OutputError
@@ -82,15 +83,15 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
-    for file in TOKENIZERS:
+    for file in BESIDE:
         found.json(file)
     if config is None or quantization is None:
         return Verification(found.problems, [], len(found.tensors), 0)
-    structure = structure_of(found, config, quantization, record)
+    structure = structure_of(found, config, quantization, record.layers)
     found.problems += structure.problems
     _Check(found, structure, quantization, record, may_be_negative).run()
     if original is not None:
-        found.problems += _beside(found, structure, record, original, config)
+        found.problems += _beside(found, structure, record.layers, original, config)
     notes = [*structure.notes, *_notes(config["quantization_config"])]
     return Verification(found.problems, notes, len(found.tensors), len(structure.layers))
 
@@ -210,7 +211,7 @@ class _Check:
         folder: Folder,
         structure: Structure,
         quantization: QuantizationConfig,
-        record: Mapping[str, Recorded],
+        record: Record,
         may_be_negative: bool,
     ) -> None:
         self.folder = folder
@@ -233,8 +234,7 @@ class _Check:
                 say.append(Problem(name, "is missing from the files."))
         say += self._left_over()
         say += self._records()
-        if not say:  # or there are better words for it
-            say += list(self._changed())
+        say += list(self._changed())
 
     def _format(self) -> Iterator[Problem]:
         said = _text(self.quantization.format)
@@ -258,12 +258,19 @@ class _Check:
 
     def _changed(self) -> Iterator[Problem]:
         """Tensors that could be right, and yet are not those that the run has written."""
-        for layer in self.structure.layers:
-            digests = self.record[layer.name].digests if layer.name in self.record else {}
-            for local, name in layer.places.items():
-                at = self.tensors.get(name)
-                if at is not None and local in digests and at.digest() != digests[local]:
-                    yield Problem(name, f"has other bytes than were written, by {RECORD}.")
+        told = {problem.where for problem in self.folder.problems}  # in better words
+        for name, digest in self.record.digests.items():
+            at = self.tensors.get(name)
+            if name in told or self.folder.is_lost(name):
+                continue
+            if at is None:
+                yield Problem(name, f"is missing from the files, and was written, by {RECORD}.")
+            elif digest_of(at) != digest:
+                yield Problem(
+                    name,
+                    f"is not the tensor that was written, by {RECORD}. Copy the checkpoint again, or run again; if "
+                    "that was meant, take it out of 'digests' there.",
+                )
 
     def _shared_scales(self) -> Iterator[Problem]:
         """Layers that loaders make one matrix of, and whose global scales differ."""
@@ -318,15 +325,15 @@ class _Check:
     def _records(self) -> Iterator[Problem]:
         """Layers that were quantised, by the record of the run, and are not by the configuration."""
         shapes = {layer.name: layer.shape for layer in self.structure.layers}
-        for name, each in self.record.items():
+        for name, each in self.record.layers.items():
             if name not in shapes:
                 yield Problem(name, f"is quantised by {RECORD}, and not by {CONFIG}.")
             elif shapes[name] != each.shape:
                 yield Problem(
                     name, f"has the shape {list(each.shape)} by {RECORD}, and {list(shapes[name])} by {CONFIG}."
                 )
-        for name in shapes if self.record else ():
-            if name not in self.record:
+        for name in shapes if self.record.layers else ():
+            if name not in self.record.layers:
                 yield Problem(name, f"is quantised by {CONFIG}, and not by {RECORD}.")
 
 

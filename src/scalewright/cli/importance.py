@@ -17,6 +17,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    one_model,
     out_option,
     with_options,
 )
@@ -49,8 +50,8 @@ def importance(
     as_json: AsJson = False,
 ) -> None:
     """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
-    from scalewright.calibration.plan import LM_HEAD
     from scalewright.importance import gather_importance, merge_files
+    from scalewright.modifiers.base import OUTPUT_HEAD
 
     with (
         shared_by_ranks(None, timeout=rank_timeout, device=reading.device) as ranks,
@@ -64,12 +65,10 @@ def importance(
                 raise RecipeError("--merge: there is nothing to share out to ranks. Run it without torchrun.")
             found = merge_files(names, out, strict=strict, overwrite=overwrite)
         else:
-            if len(names) > 1:
-                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = gather_importance(
-                names[0],
+                one_model(names, "importance"),
                 reading.data,
-                ignore=ignore or [LM_HEAD],
+                ignore=ignore or [OUTPUT_HEAD],
                 output_file=out,
                 num_calibration_samples=samples,
                 moe_calibrate_all_experts=moe_calibrate_all_experts,

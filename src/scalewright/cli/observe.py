@@ -18,6 +18,7 @@ from scalewright.cli.options import (
     Reading,
     Strict,
     given_options,
+    one_model,
     out_option,
     recipe_option,
     with_options,
@@ -63,8 +64,8 @@ def observe(
     as_json: AsJson = False,
 ) -> None:
     """Watch data flow through a model: ranges, outliers, dead channels, what observers would choose and lose."""
-    from scalewright.calibration.plan import LM_HEAD
     from scalewright.checkpoint.outputs import check_output_file
+    from scalewright.modifiers.base import OUTPUT_HEAD
     from scalewright.observing import merge_files
     from scalewright.observing import observe as run
 
@@ -79,14 +80,12 @@ def observe(
                 raise RecipeError(f"{', '.join(odd)}: files are merged, and no model is run. Leave it out, or --merge.")
             found = merge_files(names)
         else:
-            if len(names) > 1:
-                raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
             found = run(
-                names[0],
+                one_model(names, "observe"),
                 reading.data,
                 observers=observer or (),
                 scheme=scheme,
-                ignore=ignore or [LM_HEAD],
+                ignore=ignore or [OUTPUT_HEAD],
                 num_calibration_samples=samples,
                 strict=strict,
                 on_step=on_step,

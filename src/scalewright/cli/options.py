@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from scalewright.cli.shown import failing_politely
-from scalewright.errors import OutputError, RecipeError
+from scalewright.errors import ModelError, OutputError, RecipeError
 
 
 def _named_path(text: str) -> Path:
@@ -30,7 +31,7 @@ run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Ignore = Annotated[
     list[str] | None,
-    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="lm_head"),
+    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="the output head"),
 ]
 Data = Annotated[
     str | None, data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
@@ -245,6 +246,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _holds(parameter: inspect.Parameter) -> bool:
     return isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation)
+
+
+def one_model(names: Sequence[str], command: str) -> str:
+    """The model that a command is to run, which takes files, too, when it merges them."""
+    if len(names) > 1:
+        raise RecipeError(f"{len(names)} models were given. Give one, or files and --merge.")
+    if os.path.isfile(names[0]):
+        raise ModelError(f"{names[0]}: is a file, and no model. Give --merge for files that {command} has written.")
+    return names[0]
 
 
 def given_options(context: typer.Context, *, besides: Sequence[str]) -> list[str]:

@@ -98,6 +98,10 @@ def as_plain_data(value: Any, *key: str | int) -> Any:
     )
 
 
+OUTPUT_HEAD = "model:output_head"
+"""What a scheme alone leaves as it is: few loaders can do otherwise. Which layers these are the model says."""
+
+
 def regex_of(target: str) -> re.Pattern[str] | None:
     """What a module's name must match from its beginning, for `re:` patterns and shell wildcards; None for plain names.
 

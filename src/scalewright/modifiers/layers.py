@@ -6,6 +6,7 @@ the model in memory and the checkpoint are the same numbers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ import torch
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
+    QuantizationArgs,
     QuantizationScheme,
     QuantizationStatus,
+    fake_quantize,
     initialize_module_for_quantization,
 )
 from compressed_tensors.utils import get_direct_state_dict
@@ -37,7 +40,9 @@ from scalewright.observers.searching import SearchObserver
 
 SAMPLE_TOKENS = 128  # of a layer's input, kept to see what its output loses
 _POOR_DB = 20.0  # an output that keeps less, and
-_WORTH_DB = 6.0  # would gain more by dynamic scales, is named
+_WORTH_DB = 6.0  # would gain more by dynamic scales, is named; and one that
+_FAIR_DB = 30.0  # keeps less, if
+_DROWNED_DB = 10.0  # half of its input channels keep less than this
 
 
 @dataclass
@@ -264,8 +269,8 @@ class WatchedLayer:
         after = self._output()
         if before is not None and after is not None:
             layer.output_db = signal_to_noise(before, after)
-            layer.dynamic_db = self._dynamic_db(before, layer.output_db)
-            layer.notes += self._loses_by_static_scales(layer.output_db, layer.dynamic_db)
+            layer.dynamic_db, notes = self._static_inputs(before, layer.output_db)
+            layer.notes += notes
         return layer
 
     @torch.no_grad()
@@ -429,27 +434,61 @@ class WatchedLayer:
         output = self.module.forward(sample)  # past all hooks
         return output if isinstance(output, Tensor) else None  # routers may give more than one
 
-    def _dynamic_db(self, before: Tensor, output_db: float) -> float | None:
-        """What a poor output would keep if each token had its own scale; None where that is no question."""
-        inputs = self.scheme.input_activations
-        if inputs is None or inputs.dynamic or inputs.type != "int" or output_db > _POOR_DB:
-            return None
-        by_token = inputs.model_copy(update={"strategy": "token", "dynamic": True})
-        dynamic: Any = self.scheme.model_copy(update={"input_activations": by_token})
-        self.module.quantization_scheme = dynamic
+    def _static_inputs(self, before: Tensor, output_db: float) -> tuple[float | None, list[str]]:
+        """What a poor output would keep if each token had its own scale (None where that is no question), and a note
+        if one static INT8 scale for all inputs costs much.
+
+        Scales for each token help where tokens differ. A channel that is louder than all others is loud in every token,
+        and the others drown beside it, though the output, which is mostly that channel's, may look fair: then a note
+        says what else there is.
+        """
+        inputs, weights = self.scheme.input_activations, self.scheme.weights
+        if inputs is None or inputs.dynamic or inputs.type != "int" or output_db > _FAIR_DB:
+            return None, []
+        loud, times, channel_db = self._channels(inputs)
+        is_drowned = channel_db < _DROWNED_DB
+        if output_db > _POOR_DB and not is_drowned:
+            return None, []
+        dynamic_db = self._output_db(before, inputs.model_copy(update={"strategy": "token", "dynamic": True}))
+        if output_db <= _POOR_DB and dynamic_db >= output_db + _WORTH_DB:
+            return dynamic_db, [
+                f"{self.name}: its output keeps {output_db:.1f} dB with one static scale for all tokens, and would "
+                f"keep {dynamic_db:.1f} dB with W8A8_DYNAMIC."
+            ]
+        plain_db = self._output_db(before, None)
+        if not is_drowned or weights is None or plain_db < output_db + _WORTH_DB:
+            return dynamic_db, []
+        return dynamic_db, [
+            f"{self.name}: half of its input channels keep less than {channel_db:.1f} dB in INT8, beside channel "
+            f"{loud}, which is {times:.0f} times as loud; its output keeps {output_db:.1f} dB, and would keep "
+            f"{dynamic_db:.1f} dB with W8A8_DYNAMIC. Leave its inputs as they are (W{weights.num_bits}A16: "
+            f"{plain_db:.1f} dB), use FP8, or ignore it."
+        ]
+
+    def _output_db(self, before: Tensor, inputs: QuantizationArgs | None) -> float:
+        """What the output would keep if inputs were quantised otherwise, or not at all."""
+        other: Any = self.scheme.model_copy(update={"input_activations": inputs})
+        self.module.quantization_scheme = other
         after = self._output()
         self.module.quantization_scheme = self.scheme
         assert after is not None
         return signal_to_noise(before, after)
 
-    def _loses_by_static_scales(self, output_db: float, dynamic_db: float | None) -> list[str]:
-        """A note if one scale for all tokens costs much, and one for each would not."""
-        if dynamic_db is None or dynamic_db < output_db + _WORTH_DB:
-            return []
-        return [
-            f"{self.name}: its output keeps {output_db:.1f} dB with one static scale for all tokens, and would keep "
-            f"{dynamic_db:.1f} dB with W8A8_DYNAMIC."
-        ]
+    def _channels(self, inputs: QuantizationArgs) -> tuple[int, float, float]:
+        """Of the sample's channels: the loudest, how many times as loud as most it is, and the signal that half of them
+        keep no more than, in decibels.
+        """
+        x_TH = self.sample
+        assert x_TH is not None
+        rounded_TH = fake_quantize(
+            x_TH, self.module.input_scale, getattr(self.module, "input_zero_point", None), inputs
+        )
+        noise_H = (rounded_TH.double() - x_TH.double()).square().sum(dim=0)
+        ratio_H = x_TH.double().square().sum(dim=0) / noise_H  # 0 / 0 of a channel of zeros, which loses nothing
+        peak_H = x_TH.abs().amax(dim=0).double()
+        times = float(peak_H.max() / peak_H.median()) if float(peak_H.median()) else math.inf
+        kept = float(torch.nan_to_num(ratio_H, nan=math.inf).median())
+        return int(peak_H.argmax()), times, 10 * math.log10(kept) if kept else -math.inf
 
 
 _ACTIVATIONS = {"input", "output"}

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import ValidationError
 
 from scalewright.errors import KnobError, LayoutError, RecipeError, UnknownObserverError, did_you_mean
-from scalewright.modifiers.base import Modifier, regex_of
+from scalewright.modifiers.base import OUTPUT_HEAD, Modifier, regex_of
 from scalewright.modifiers.schemes import scheme_named, wants_values
 from scalewright.numerics.layout import check_strategy, strategy_of
 from scalewright.observers import Observer, make_observer
@@ -358,6 +358,11 @@ def parse_targets(given: Any, key: Key) -> list[str]:
     names = parse_names(given, key)
     if not names:
         raise RecipeError(f"{'.'.join(key)}: there are no targets in it. Name some, such as Linear.", key=key)
+    if OUTPUT_HEAD in names:  # loaders are told the targets by name, and know no such word
+        raise RecipeError(
+            f"{'.'.join(key)}: '{OUTPUT_HEAD}' is a word for ignore. Name the layers that are to be quantised.",
+            key=(*key, names.index(OUTPUT_HEAD)),
+        )
     return names
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 from scalewright.report.formats import Format, format_of
 from scalewright.report.reading import Layer
@@ -47,7 +48,7 @@ def advice_for(layer: Layer) -> list[str]:
 
 def flags_for(layers: Iterable[Layer]) -> str:
     """The options of `quantize` that leave some layers, and those that loaders merge with them, as they were."""
-    patterns = dict.fromkeys(["lm_head", *(_pattern(each.name) for each in layers)])
+    patterns = dict.fromkeys([OUTPUT_HEAD, *(_pattern(each.name) for each in layers)])
     return " ".join(f"--ignore {shlex.quote(each)}" for each in patterns)
 
 

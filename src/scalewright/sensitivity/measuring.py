@@ -23,12 +23,12 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
 from scalewright.calibration.pipelines import Calibration, OnStep, silent
-from scalewright.calibration.plan import LM_HEAD
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.targets import first_of, resolve_targets
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.errors import DataError
 from scalewright.modifiers import QuantizationModifier
+from scalewright.modifiers.base import OUTPUT_HEAD
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.preparing import layers_and_data, refuse_if_strict
 from scalewright.sensitivity.evidence import Evidence
@@ -200,10 +200,10 @@ def _num_weights(layers: Mapping[str, nn.Linear]) -> int:
 
 def _layers_meant(model: nn.Module, ignore: Sequence[str] | None) -> tuple[dict[str, nn.Linear], list[str]]:
     """The linear layers that are to have a scheme, and notes."""
-    ignored = list(ignore or [LM_HEAD])
+    ignored = list(ignore or [OUTPUT_HEAD])
     targets = resolve_targets(model, QuantizationModifier(scheme="W8A16", targets=["Linear"], ignore=ignored))
-    notes = [note for note in targets.notes if f"'{LM_HEAD}'" not in note]
-    return {each.name: each.module for each in targets.layers if isinstance(each.module, nn.Linear)}, notes
+    found = {each.name: each.module for each in targets.layers if isinstance(each.module, nn.Linear)}
+    return found, targets.notes
 
 
 # ---- what schemes do -------------------------------------------------------------------------------------------------
