@@ -203,5 +203,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         PyErr_SetString(PyExc_ImportError, "SCALEWRIGHT_KERNELS=torch does without the compiled loops");
         return nullptr;
     }
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddStringConstant(module, "sources", SOURCES)) Py_CLEAR(module);
+    return module;
 }

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,12 +20,19 @@ from scalewright.numerics.grids import Grid
 
 # P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
 
-_module: Any = None
-try:
-    from scalewright.numerics import _native as _module  # type: ignore[attr-defined, no-redef]
-except ImportError:  # there was no compiler, or it is not wanted
-    _module = None
 
+def _compiled() -> Any:
+    """The compiled loops; None if there was no compiler, they are not wanted, or their sources were not these."""
+    try:
+        from scalewright.numerics import _native  # type: ignore[attr-defined]  # noqa: PLC0415 (it may not be there)
+    except ImportError:
+        return None
+    sources = (Path(__file__).with_name(name) for name in ("_native.cpp", "_loops.h"))
+    digest = str(crc32(b"".join(source.read_bytes() for source in sources)))
+    return _native if getattr(_native, "sources", None) == digest else None
+
+
+_module = _compiled()
 _level = 0 if _module is None else _module.best_level()
 """Which of the vectors that the loops are compiled for are used: the widest that the processor has."""
 _INFINITIES = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -43,7 +52,7 @@ def serves(x: Tensor) -> bool:
 
 
 def min_max_of_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The least and the largest value of each of as many rows as `shape` has places, in fp32; NaN where a row has one."""
+    """The least and the largest value of each of as many rows as `shape` has places, in fp32; NaN if a row has one."""
     is_widened = x.dtype == torch.bfloat16  # which is the first half of an fp32 number
     lo_P, hi_P = x.new_empty((2, *shape), dtype=torch.float32 if is_widened else x.dtype).unbind()
     num_rows = lo_P.numel()
