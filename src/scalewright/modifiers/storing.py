@@ -85,7 +85,7 @@ def _in_one_pass(
 ) -> tuple[dict[str, Tensor], Tensor] | None:
     """The same, bit for bit, where codes and what they are read back as can be had in one pass; None elsewhere.
 
-    compressed-tensors makes six passes of it, and packs and unpacks in between.
+    compressed-tensors makes several passes of it, and packs and unpacks in between.
     """
     args, weight, scale = scheme.weights, given["weight"], given["weight_scale"]
     is_packed = stored_as == CompressionFormat.pack_quantized
