@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scalewright.modifiers import storing
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_named
+from scalewright.numerics import native
 
 SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4", "W4AFP8"]
 
@@ -76,3 +77,33 @@ def test_a_layer_that_is_restored_is_the_layer_that_was_finished(name: str) -> N
     assert found.keys() == expected.keys()
     for each, value in expected.items():
         torch.testing.assert_close(found[each].data, value.data, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(native.kernels() == "torch", reason="needs the compiled loops")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["W4A16", "W8A16", "INT8", "FP8", "FP8_DYNAMIC"])
+def test_what_is_done_in_one_pass_is_what_compressed_tensors_does(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scheme = scheme_named(name)
+    stored_as = WatchedLayer("layer", nn.Linear(256, 96), scheme).format
+    num_scales = {"group": 256 // int(scheme.weights.group_size or 256), "channel": 1}.get(scheme.weights.strategy)
+    scale = (0.1 * torch.randn((96, num_scales) if num_scales else (1,))).to(dtype)
+    given = {"weight": torch.randn(96, 256).to(dtype), "weight_scale": scale, "bias": torch.zeros(96)}
+    found = storing._in_one_pass(given, scheme, stored_as)
+    assert found is not None
+    stored, restored = storing._by_the_book(given, scheme, stored_as)
+    assert found[0].keys() == stored.keys()
+    for key, each in stored.items():
+        assert found[0][key].dtype == each.dtype
+        assert torch.equal(found[0][key].view(torch.uint8), each.contiguous().view(torch.uint8)), key
+    assert torch.equal(found[1].view(torch.uint8), restored.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["W4A16_ASYM", "NVFP4", "MXFP4", "FP8_BLOCK"])
+def test_what_cannot_be_done_in_one_pass_is_left_to_compressed_tensors(name: str) -> None:
+    scheme = scheme_named(name)
+    stored_as = WatchedLayer("layer", nn.Linear(256, 128), scheme).format
+    given = {"weight": torch.randn(128, 256), "weight_scale": torch.ones(128, 2)}
+    if not scheme.weights.symmetric:
+        given["weight_zero_point"] = torch.zeros(128, 2, dtype=torch.int8)
+    assert storing._in_one_pass(given, scheme, stored_as) is None

@@ -261,3 +261,36 @@ def test_loops_of_other_sources_are_left_alone(monkeypatch):
     assert native._compiled() is _native
     monkeypatch.setattr(_native, "sources", "of last week")
     assert native._compiled() is None
+
+
+# ---- weights as they will be read back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grid", [INT4, INT8, E4M3], ids=lambda each: each.name)
+@pytest.mark.parametrize("size", SIZES)
+def test_codes_and_what_they_are_read_back_as_are_those_of_torch_to_the_bit(grid, size, dtype, threads):
+    torch.manual_seed(size)
+    x_PE = (torch.randn(70_000 // size, size) * torch.randn(70_000 // size, size).exp()).to(dtype)
+    x_PE.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-30, -1e-30])
+    scale_P = (torch.randn(len(x_PE)) * 0.1).to(dtype)  # of both signs
+    steps = (x_PE / scale_P.unsqueeze(-1)).clamp_(grid.low, grid.high)
+    expected = steps.round().to(torch.int8) if grid.mantissa_bits is None else steps.to(torch.float8_e4m3fn)
+    codes, restored = native.rounded(x_PE, scale_P, grid)
+    assert codes.dtype == expected.dtype and restored.dtype == dtype
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(
+        restored.view(torch.uint8), (expected.to(dtype) * scale_P.unsqueeze(-1)).contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_losses_are_squares_and_do_not_depend_on_the_number_of_threads(size, dtype, threads):
+    torch.manual_seed(size)
+    x_PE, y_PE = torch.randn(2, 140_000 // size, size).to(dtype).unbind()
+    signal, noise = native.losses(x_PE, y_PE)
+    assert signal == pytest.approx(float(x_PE.double().square().sum()), rel=1e-6)
+    assert noise == pytest.approx(float((x_PE.double() - y_PE.double()).square().sum()), rel=1e-6)
+    torch.set_num_threads(1)
+    assert (signal, noise) == native.losses(x_PE, y_PE)

@@ -15,7 +15,9 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from scalewright.modifiers import backends
-from scalewright.modifiers.packing import FP8Packer, MXFP4Packer, NVFP4Packer, Packer
+from scalewright.modifiers.packing import FP8Packer, MXFP4Packer, NVFP4Packer, Packer, can_pack, packed
+from scalewright.numerics import native
+from scalewright.numerics.grids import grid_of
 from scalewright.numerics.layout import strategy_of
 
 backends.register()
@@ -25,6 +27,8 @@ _STEP = 128  # rows go in multiples of this: zero points are packed eight rows t
 _BY_ROW = ("tensor", "channel", "group", "tensor_group")  # nothing is shared by some rows and not by others
 _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _SHAPE = "weight_shape"
+_NOT_IN_ONE_PASS = ("weight_zero_point", "weight_g_idx")
+_AS_CODES = (CompressionFormat.int_quantized, CompressionFormat.float_quantized)
 _QUICK = {
     CompressionFormat.pack_quantized: Packer,
     CompressionFormat.float_quantized: FP8Packer,
@@ -40,13 +44,12 @@ def store(
     take: Callable[[slice, Tensor], None],
 ) -> dict[str, Tensor]:
     """The tensors that a checkpoint stores for a module's `state`. `take` is given rows as they will be read back."""
-    compressor = _compressor(stored_as)
     weight = state["weight"]
     pieces: list[dict[str, Tensor]] = []
     for rows in _slices(weight, scheme):
         given = {name: each[rows] if _has_rows(name, each, len(weight)) else each for name, each in state.items()}
-        piece = compressor.compress(given, scheme)
-        take(rows, compressor.decompress(piece, scheme)["weight"])
+        piece, restored = _in_one_pass(given, scheme, stored_as) or _by_the_book(given, scheme, stored_as)
+        take(rows, restored)
         pieces.append({name: each for name, each in piece.items() if isinstance(each, Tensor)})
     if len(pieces) == 1:
         return pieces[0]
@@ -66,6 +69,45 @@ def read_back(
     """The tensors of a module that a loader will make of stored ones: its weight, and qparams as they are meant."""
     found: dict[str, Tensor] = _compressor(stored_as).decompress(dict(stored), scheme)
     return found
+
+
+def _by_the_book(
+    given: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows as they are stored, and as they will be read back."""
+    compressor = _compressor(stored_as)
+    piece = compressor.compress(given, scheme)
+    return piece, compressor.decompress(piece, scheme)["weight"]
+
+
+def _in_one_pass(
+    given: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat
+) -> tuple[dict[str, Tensor], Tensor] | None:
+    """The same, bit for bit, where codes and what they are read back as can be had in one pass; None elsewhere.
+
+    compressed-tensors makes several passes of it, and packs and unpacks in between.
+    """
+    args, weight, scale = scheme.weights, given["weight"], given["weight_scale"]
+    is_packed = stored_as == CompressionFormat.pack_quantized
+    if (
+        args is None
+        or strategy_of(args) not in ("tensor", "channel", "group")
+        or not given.keys().isdisjoint(_NOT_IN_ONE_PASS)
+        or not (is_packed or (stored_as in _AS_CODES and args.num_bits == 8))
+        or (is_packed and not can_pack(weight))
+        or not native.can_round(weight)
+        or scale.dtype != weight.dtype
+        or weight.numel() % scale.numel()
+    ):
+        return None
+    scale_P = scale.reshape(-1) if scale.numel() > 1 else scale.reshape(-1).expand(len(weight))
+    codes, restored = native.rounded(weight.reshape(len(scale_P), -1), scale_P, grid_of(args))
+    stored = {name: each for name, each in given.items() if name != "weight"}
+    if is_packed:
+        stored |= {"weight_packed": packed(codes.view(weight.shape), args.num_bits), _SHAPE: torch.tensor(weight.shape)}
+    else:
+        stored["weight"] = codes.view(weight.shape)
+    return stored, restored.view(weight.shape)
 
 
 def _compressor(stored_as: CompressionFormat) -> Any:

@@ -461,5 +461,109 @@ static void symmetric_scales(const Ranges &job) {
     *job.largest = most;
 }
 
+// ---- weights as they will be read back -------------------------------------------------------------------------------
+
+typedef int8_t ByteVector __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));
+typedef uint16_t HalfVector __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+typedef uint32_t BitVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+
+// Sixteen numbers from fp32 or bf16; and fp32 as the type has it, half to even.
+INLINE Floats widened(const float *from) { return load(from); }
+INLINE Floats widened(const uint16_t *from) {
+    Floats x;
+    EACH(i) x.v[i] = (FloatVector)(__builtin_convertvector(((const HalfVector *)from)[i], BitVector) << 16);
+    return x;
+}
+INLINE Floats as_stored(Floats x, const float *) { return x; }
+INLINE Floats as_stored(Floats x, const uint16_t *) {
+    EACH(i) {
+        const BitVector bits = (BitVector)x.v[i];
+        x.v[i] = (FloatVector)((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
+    }
+    return x;
+}
+INLINE void store_as(float *to, Floats x) { store(to, x); }
+INLINE void store_as(uint16_t *to, Floats x) {
+    EACH(i) ((HalfVector *)to)[i] = __builtin_convertvector((BitVector)x.v[i] >> 16, HalfVector);
+}
+
+// The codes of numbers of the grid: integers, or the bits of e4m3. Zeros of the latter have a sign.
+template <bool is_float>
+INLINE void store_codes(int8_t *to, Floats numbers) {
+    EACH(i) {
+        IntVector code = __builtin_convertvector(numbers.v[i], IntVector);
+        if (is_float) {
+            const IntVector bits = (IntVector)numbers.v[i], magnitude = bits & MAGNITUDE;
+            const IntVector few = __builtin_convertvector((FloatVector)magnitude * 512.0f, IntVector);  // subnormal
+            code = magnitude < 0x3C800000 ? few : (magnitude >> 20) - (120 << 3);
+            code |= (bits >> 24) & 0x80;
+        }
+        ((ByteVector *)to)[i] = __builtin_convertvector(code, ByteVector);
+    }
+}
+
+template <bool is_float, class One>
+INLINE void round_values(const Rounding &job, const One *x, float of_row, int8_t *codes, One *restored) {
+    const Grid grid = {splat(job.low), splat(job.high), splat(job.smallest_normal), splat(job.rounder)};
+    const Floats scale = splat(of_row), steps = as_stored(widened(x) / scale, x);
+    Floats number = rounded<is_float>(steps, grid);
+    if (is_float) EACH(i) number.v[i] = (FloatVector)((IntVector)number.v[i] | ((IntVector)steps.v[i] & ~MAGNITUDE));
+    store_codes<is_float>(codes, number);
+    store_as(restored, as_stored(number * scale, x));
+}
+
+template <bool is_float, class One>
+INLINE void round_rows(const Rounding &job) {
+    for (int64_t row = job.first; row < job.last; row++) {
+        const One *x = (const One *)job.x + row * job.row_size;
+        int8_t *codes = job.codes + row * job.row_size;
+        One *restored = (One *)job.restored + row * job.row_size;
+        int64_t e = 0;
+        for (; e + LANES <= job.row_size; e += LANES)
+            round_values<is_float>(job, x + e, job.scale[row], codes + e, restored + e);
+        if (e < job.row_size) {
+            const int64_t left = job.row_size - e;
+            One few[LANES] = {0}, few_restored[LANES];
+            int8_t few_codes[LANES];
+            std::memcpy(few, x + e, left * sizeof(One));
+            round_values<is_float>(job, few, job.scale[row], few_codes, few_restored);
+            std::memcpy(codes + e, few_codes, left), std::memcpy(restored + e, few_restored, left * sizeof(One));
+        }
+    }
+}
+
+static void roundings(const Rounding &job) {
+    const bool is_float = job.smallest_normal > 0;
+    if (job.is_short) is_float ? round_rows<true, uint16_t>(job) : round_rows<false, uint16_t>(job);
+    else is_float ? round_rows<true, float>(job) : round_rows<false, float>(job);
+}
+
+// ---- what was lost ---------------------------------------------------------------------------------------------------
+
+template <class One>
+INLINE void sum_losses(const Losses &job) {
+    for (int64_t row = job.first; row < job.last; row++) {
+        const One *x = (const One *)job.x + row * job.row_size, *y = (const One *)job.y + row * job.row_size;
+        double signal = 0, noise = 0;
+        for (int64_t start = 0; start < job.row_size; start += CHUNK * LANES) {
+            const int64_t end = std::min<int64_t>(start + CHUNK * LANES, job.row_size);
+            Floats squares = splat(0.0f), lost = splat(0.0f);
+            for (int64_t e = start; e < end; e += LANES) {
+                One few_x[LANES] = {0}, few_y[LANES] = {0};
+                const bool is_cut = e + LANES > end;
+                if (is_cut) std::memcpy(few_x, x + e, (end - e) * sizeof(One)), std::memcpy(few_y, y + e, (end - e) * sizeof(One));
+                const Floats value = widened(is_cut ? few_x : x + e), d = value - widened(is_cut ? few_y : y + e);
+                squares = squares + value * value, lost = lost + d * d;
+            }
+            alignas(64) float parts[2 * LANES];
+            store(parts, squares), store(parts + LANES, lost);
+            for (int k = 0; k < LANES; k++) signal += parts[k], noise += parts[LANES + k];
+        }
+        job.out[2 * row] = signal, job.out[2 * row + 1] = noise;
+    }
+}
+
+static void losses(const Losses &job) { job.is_short ? sum_losses<uint16_t>(job) : sum_losses<float>(job); }
+
 #undef BYTES
 #undef EACH

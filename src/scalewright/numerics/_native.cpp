@@ -1,12 +1,15 @@
-// Five loops over the values of a tensor that torch does in several passes, or in pieces with Python in between:
+// Loops over the values of a tensor that torch does in several passes, or in pieces with Python in between:
 //
 //   ends    the least and the largest value of each row, in one pass
 //   errors  what each of several scales loses
 //   scores  the products and squares that the best scale for given codes is made from
 //   chart   sums of rows of a table that values look up
 //   scales  the symmetric scales of ranges
+//   rounded codes of values, and what these are read back as
+//   losses  squares of values, and of how far others are from them
 //
-// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py. Which
+// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and for
+// `rounded` by compressed-tensors. Which
 // candidates there are is no business of theirs. Sums are fp32 over one row, in one order; their last bits depend on
 // whether the processor has fused multiply-adds, and on nothing else.
 
@@ -70,6 +73,25 @@ struct Ranges {
     float *out;            // [positions]
     float half, stand_in;  // of the grid's width; for a scale of 0
     float *largest;        // scale, of which infinity is one
+    int64_t first, last;
+};
+
+struct Rounding {
+    const void *x;         // [rows, row_size], fp32 or bf16
+    const float *scale;    // [rows]
+    int8_t *codes;         // [rows, row_size]
+    void *restored;        // [rows, row_size], of the type of x
+    int64_t row_size;
+    float low, high, smallest_normal, rounder;  // the grid, as above
+    int is_short;
+    int64_t first, last;
+};
+
+struct Losses {
+    const void *x, *y;  // [rows, row_size], fp32 or bf16
+    double *out;        // [rows, 2]
+    int64_t row_size;
+    int is_short;
     int64_t first, last;
 };
 
@@ -181,6 +203,34 @@ PyObject *py_scales(PyObject *, PyObject *args) {
     return PyFloat_FromDouble(largest);
 }
 
+PyObject *py_rounded(PyObject *, PyObject *args) {
+    Address x, scale, codes, restored;
+    long long rows, row_size;
+    float low, high, smallest_normal, rounder;
+    int is_short, level, threads;
+    if (!PyArg_ParseTuple(args, "KKKKLLffffiii", &x, &scale, &codes, &restored, &rows, &row_size, &low, &high,
+                          &smallest_normal, &rounder, &is_short, &level, &threads))
+        return nullptr;
+    const Rounding job = {at<void>(x), at<float>(scale), at<int8_t>(codes), at<void>(restored), row_size, low, high,
+                          smallest_normal, rounder, is_short, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, AT(level, roundings), rows, rows * row_size, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *py_losses(PyObject *, PyObject *args) {
+    Address x, y, out;
+    long long rows, row_size;
+    int is_short, level, threads;
+    if (!PyArg_ParseTuple(args, "KKKLLiii", &x, &y, &out, &rows, &row_size, &is_short, &level, &threads)) return nullptr;
+    const Losses job = {at<void>(x), at<void>(y), at<double>(out), row_size, is_short, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, AT(level, losses), rows, rows * row_size / 2, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyObject *py_best_level(PyObject *, PyObject *) { return PyLong_FromLong(best_level()); }
 
 PyMethodDef methods[] = {
@@ -190,6 +240,8 @@ PyMethodDef methods[] = {
     {"scores", py_scores, METH_VARARGS, "Products of values and codes, and squares of codes."},
     {"chart", py_chart, METH_VARARGS, "Sums of the rows of a table."},
     {"scales", py_scales, METH_VARARGS, "Symmetric scales of ranges; gives the largest."},
+    {"rounded", py_rounded, METH_VARARGS, "Codes of values, and what these are read back as."},
+    {"losses", py_losses, METH_VARARGS, "Squares of each row, and of its distance from another."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from scalewright.numerics.grids import Grid
 from scalewright.numerics.hessian import Factor
 
-# R rows (output channels), C columns (input channels), G groups of columns that share a scale, B columns of a block.
+# R rows (output channels), C columns (input channels), G groups of columns that share a scale, B columns of a block, S
+# of a strip, E of it before the one that is rounded.
 
 _STRIP = 32  # columns that are finished before the rest of their block hears of it
 
@@ -58,20 +59,21 @@ def round_columns(weight_CR: Tensor, factor: Factor, book: Codebook, *, block_si
     """The rounded weight, [C, R], each column chosen with the errors of those before it in mind."""
     order = range(len(weight_CR)) if factor.order_C is None else factor.order_C.tolist()
     target_CR = weight_CR.clone() if factor.order_C is None else weight_CR[factor.order_C]
-    # Column j of `share`: how much of each earlier error it takes over.
-    share_CC = factor.upper_CC / factor.upper_CC.diagonal()
+    diagonal_C = factor.upper_CC.diagonal()
     rounded_CR, error_CR = torch.empty_like(weight_CR), torch.empty_like(target_CR)
     for block in _runs(0, len(target_CR), block_size):
+        # Column j: how much of each error of the block it takes over. For all blocks at once it would be another H.
+        share_BC = factor.upper_CC[block] / diagonal_C
         for strip in _runs(block.start, block.stop, _STRIP):
-            begin = strip.start
+            begin, first = strip.start, strip.start - block.start
             for j in range(strip.start, strip.stop):
-                value_R = (
-                    torch.addmv(target_CR[j], error_CR[begin:j].T, share_CC[begin:j, j]) if j > begin else target_CR[j]
-                )
+                share_E = share_BC[first : j - block.start, j]
+                value_R = torch.addmv(target_CR[j], error_CR[begin:j].T, share_E) if j > begin else target_CR[j]
                 rounded_R = rounded_CR[order[j]] = book.rounded(order[j], value_R)
                 torch.sub(weight_CR[order[j]], rounded_R, out=error_CR[j])
-            target_CR[strip.stop : block.stop].addmm_(share_CC[strip, strip.stop : block.stop].T, error_CR[strip])
-        target_CR[block.stop :].addmm_(share_CC[block, block.stop :].T, error_CR[block])
+            later_SB = share_BC[first : strip.stop - block.start, strip.stop : block.stop]
+            target_CR[strip.stop : block.stop].addmm_(later_SB.T, error_CR[strip])
+        target_CR[block.stop :].addmm_(share_BC[:, block.stop :].T, error_CR[block])
     return rounded_CR
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from scalewright.numerics import native
 from scalewright.numerics.grids import Grid
 
 
@@ -74,13 +75,19 @@ def sqnr_db(original: Tensor, quantized: Tensor) -> float:
 
 
 class Noise:
-    """What pieces of a large tensor lose together. Within a piece, sums are taken in fp32, in pairs."""
+    """What pieces of a large tensor lose together. Within a piece, sums are fp32 over short runs or in pairs."""
 
     def __init__(self) -> None:
         self._signal = self._noise = 0.0
 
     def add(self, original: Tensor, changed: Tensor) -> None:
         """Count a piece, as it was and as it is now."""
+        is_alike = changed.dtype == original.dtype and changed.shape == original.shape and original.ndim > 1
+        if is_alike and native.can_round(original) and native.can_round(changed):
+            signal, noise = native.losses(original.flatten(1), changed.flatten(1))
+            self._signal += signal
+            self._noise += noise
+            return
         original = original.float()
         self._signal += float(torch.linalg.vector_norm(original)) ** 2
         self._noise += float(torch.linalg.vector_norm(original - changed)) ** 2

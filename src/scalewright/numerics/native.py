@@ -226,13 +226,58 @@ def _measure(
         len(scale_JP),
         grid.low,
         grid.high,
-        -1.0 if grid.mantissa_bits is None else grid.smallest_normal,
-        1.5 * 2.0 ** (23 - (grid.mantissa_bits or 0)),
+        *_spacing(grid),
         norm,
         largest_scale,
         _level,
         torch.get_num_threads(),
     )
+
+
+def can_round(x: Tensor) -> bool:
+    """Whether `rounded` and `losses` take it."""
+    return serves(x) and x.dtype != torch.float16 and x.numel() > 0
+
+
+def rounded(x_PE: Tensor, scale_P: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The codes of values under the scale of their row, int8 or e4m3, and `code * scale`, in the dtype of `x_PE`.
+
+    Quotients and products are rounded to that dtype, as torch's are.
+    """
+    is_integer = grid.mantissa_bits is None
+    codes_PE, restored_PE = torch.empty_like(x_PE, dtype=torch.int8), torch.empty_like(x_PE)
+    scale_P = scale_P.float().contiguous()
+    _module.rounded(
+        *(each.data_ptr() for each in (x_PE, scale_P, codes_PE, restored_PE)),
+        *x_PE.shape,
+        grid.low,
+        grid.high,
+        *_spacing(grid),
+        x_PE.itemsize == 2,
+        _level,
+        torch.get_num_threads(),
+    )
+    return codes_PE if is_integer else codes_PE.view(torch.float8_e4m3fn), restored_PE
+
+
+def losses(x_PE: Tensor, y_PE: Tensor) -> tuple[float, float]:
+    """The sum of squares of `x_PE`, and of its distance from `y_PE`, which is of the same dtype."""
+    sums_P2 = torch.empty(len(x_PE), 2, dtype=torch.float64)
+    _module.losses(
+        *(each.data_ptr() for each in (x_PE, y_PE, sums_P2)),
+        *x_PE.shape,
+        x_PE.itemsize == 2,
+        _level,
+        torch.get_num_threads(),
+    )
+    signal, noise = sums_P2.sum(dim=0).tolist()
+    return signal, noise
+
+
+def _spacing(grid: Grid) -> tuple[float, float]:
+    """The smallest number of the grid with all its bits, negative for integers, and what rounds to a spacing of 1."""
+    is_integer = grid.mantissa_bits is None
+    return -1.0 if is_integer else grid.smallest_normal, 1.5 * 2.0 ** (23 - (grid.mantissa_bits or 0))
 
 
 def _over_segments(sums: Tensor, num_positions: int) -> Tensor:
