@@ -104,7 +104,10 @@ def _in_one_pass(
     codes, restored = native.rounded(weight.reshape(len(scale_P), -1), scale_P, grid_of(args))
     stored = {name: each for name, each in given.items() if name != "weight"}
     if is_packed:
-        stored |= {"weight_packed": packed(codes.view(weight.shape), args.num_bits), _SHAPE: torch.tensor(weight.shape)}
+        stored |= {
+            "weight_packed": packed(codes.view(weight.shape), args.num_bits),
+            _SHAPE: torch.tensor(weight.shape, device="cpu"),
+        }
     else:
         stored["weight"] = codes.view(weight.shape)
     return stored, restored.view(weight.shape)

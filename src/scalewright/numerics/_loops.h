@@ -465,26 +465,25 @@ static void symmetric_scales(const Ranges &job) {
 
 typedef int8_t ByteVector __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));
 typedef uint16_t HalfVector __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-typedef uint32_t BitVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
 // Sixteen numbers from fp32 or bf16; and fp32 as the type has it, half to even.
 INLINE Floats widened(const float *from) { return load(from); }
 INLINE Floats widened(const uint16_t *from) {
     Floats x;
-    EACH(i) x.v[i] = (FloatVector)(__builtin_convertvector(((const HalfVector *)from)[i], BitVector) << 16);
+    EACH(i) x.v[i] = (FloatVector)(__builtin_convertvector(((const HalfVector *)from)[i], UnsignedVector) << 16);
     return x;
 }
 INLINE Floats as_stored(Floats x, const float *) { return x; }
 INLINE Floats as_stored(Floats x, const uint16_t *) {
     EACH(i) {
-        const BitVector bits = (BitVector)x.v[i];
+        const UnsignedVector bits = (UnsignedVector)x.v[i];
         x.v[i] = (FloatVector)((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
     }
     return x;
 }
 INLINE void store_as(float *to, Floats x) { store(to, x); }
 INLINE void store_as(uint16_t *to, Floats x) {
-    EACH(i) ((HalfVector *)to)[i] = __builtin_convertvector((BitVector)x.v[i] >> 16, HalfVector);
+    EACH(i) ((HalfVector *)to)[i] = __builtin_convertvector((UnsignedVector)x.v[i] >> 16, HalfVector);
 }
 
 // The codes of numbers of the grid: integers, or the bits of e4m3. Zeros of the latter have a sign.

@@ -262,7 +262,7 @@ def rounded(x_PE: Tensor, scale_P: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 def losses(x_PE: Tensor, y_PE: Tensor) -> tuple[float, float]:
     """The sum of squares of `x_PE`, and of its distance from `y_PE`, which is of the same dtype."""
-    sums_P2 = torch.empty(len(x_PE), 2, dtype=torch.float64)
+    sums_P2 = x_PE.new_empty(len(x_PE), 2, dtype=torch.float64)
     _module.losses(
         *(each.data_ptr() for each in (x_PE, y_PE, sums_P2)),
         *x_PE.shape,
