@@ -29,6 +29,7 @@
 
 namespace {
 
+constexpr int INTERFACE = 1;  // counts whenever arguments change; native.py takes no other
 constexpr int LANES = 16;
 constexpr int MOST_COLUMNS = 4 * LANES;  // of a chart
 constexpr int CHUNK = 32;  // elements that are summed before they are added to others
@@ -256,6 +257,6 @@ PyMODINIT_FUNC PyInit__native(void) {
         return nullptr;
     }
     PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddStringConstant(module, "sources", SOURCES)) Py_CLEAR(module);
+    if (module && PyModule_AddIntConstant(module, "interface", INTERFACE)) Py_CLEAR(module);
     return module;
 }

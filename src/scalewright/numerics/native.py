@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,16 +18,16 @@ from scalewright.numerics.grids import Grid
 
 # P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
 
+_INTERFACE = 1  # as in _native.cpp
+
 
 def _compiled() -> Any:
-    """The compiled loops; None if there was no compiler, they are not wanted, or their sources were not these."""
+    """The compiled loops; None if there was no compiler, they are not wanted, or they are of another version."""
     try:
         from scalewright.numerics import _native  # type: ignore[attr-defined]  # noqa: PLC0415 (it may not be there)
     except ImportError:
         return None
-    sources = (Path(__file__).with_name(name) for name in ("_native.cpp", "_loops.h"))
-    digest = str(crc32(b"".join(source.read_bytes() for source in sources)))
-    return _native if getattr(_native, "sources", None) == digest else None
+    return _native if getattr(_native, "interface", None) == _INTERFACE else None
 
 
 _module = _compiled()
