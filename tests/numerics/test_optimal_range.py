@@ -168,6 +168,15 @@ def test_outliers_among_thousands_are_cut_off(args, size):
     assert least_error(x, args).sum() <= 1.01 * exact_optimum(x, args).error_Q.sum()
 
 
+def test_the_guarded_norm_keeps_outliers_among_thousands():
+    """Cutting them off loses less by the norm, and more of the model."""
+    x = bell_shaped(1, 8, 1, 5000)
+    x[..., 0] *= 20
+    minmax = stored(*min_max(x), INT4)[0]
+    assert (best(x, INT4, norm=2.4)[0] >= 0.55 * minmax).all()
+    assert (best(x, INT4)[0] < 0.55 * minmax).any()
+
+
 @pytest.mark.parametrize(("times", "weight"), [(8.0, 1e-3), (1e4, 1e-10)], ids=["hardly", "not at all"])
 @pytest.mark.parametrize(
     ("args", "bound"),

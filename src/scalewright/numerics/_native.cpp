@@ -9,9 +9,8 @@
 //   losses  squares of values, and of how far others are from them
 //
 // native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and for
-// `rounded` by compressed-tensors. Which
-// candidates there are is no business of theirs. Sums are fp32 over one row, in one order; their last bits depend on
-// whether the processor has fused multiply-adds, and on nothing else.
+// `rounded` by compressed-tensors. Which candidates there are is no business of theirs. Sums are fp32 over one row, in
+// one order; their last bits depend on whether the processor has fused multiply-adds, and on nothing else.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
