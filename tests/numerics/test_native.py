@@ -294,3 +294,40 @@ def test_losses_are_squares_and_do_not_depend_on_the_number_of_threads(size, dty
     assert noise == pytest.approx(float((x_PE.double() - y_PE.double()).square().sum()), rel=1e-6)
     torch.set_num_threads(1)
     assert (signal, noise) == native.losses(x_PE, y_PE)
+
+
+# ---- how often values are seen ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_are_those_of_each_number_of_bf16(size, is_weighted, dtype, threads, monkeypatch):
+    monkeypatch.setattr(native, "_WORTH_A_TABLE", 1)  # each thread has its table
+    torch.manual_seed(size)
+    x_NQG = torch.randn(6, 3, size) * 10 ** (torch.rand(6, 3, size) * 60 - 30)
+    x_NQG[0, :, 0] = torch.tensor([3.4e38, -3.4e38, -0.0])  # beyond the largest number of bf16; a zero with a sign
+    x_NQG[1, :, 0] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1e-40])  # half-way between two; subnormal
+    x_NQG = x_NQG.to(dtype).nan_to_num()
+    weight_NQ = torch.randint(1, 4096, (6, 3)).double() if is_weighted else None
+    expected = torch.zeros(3, 1 << 16, dtype=torch.float64)
+    largest = torch.finfo(torch.bfloat16).max
+    bits_NQG = x_NQG.to(torch.bfloat16).clamp(-largest, largest).view(torch.int16).int() & 0xFFFF
+    places_NQG = torch.where(bits_NQG < 0x8000, bits_NQG + 0x8000, 0xFFFF - bits_NQG)
+    for n in range(6):
+        for q in range(3):
+            for place in places_NQG[n, q].tolist():
+                expected[q, place] += 1 if weight_NQ is None else weight_NQ[n, q]
+    found = native.counts_by_value(x_NQG, weight_NQ)
+    assert found.dtype == (torch.float64 if is_weighted else torch.int64)
+    assert torch.equal(found.double(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_squares_of_rows_neither_overflow_nor_vanish(size, dtype, threads):
+    torch.manual_seed(size)
+    strength = torch.tensor([1.0, 1e30, 1e-30, 0.0]).reshape(4, 1, 1)
+    x_NQG = (torch.randn(4, 9, size) * strength).to(dtype)
+    found = native.squares_of_rows(x_NQG)
+    torch.testing.assert_close(found, x_NQG.double().square().sum(dim=-1), rtol=1e-12, atol=0)

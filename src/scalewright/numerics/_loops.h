@@ -564,5 +564,70 @@ INLINE void sum_losses(const Losses &job) {
 
 static void losses(const Losses &job) { job.is_short ? sum_losses<uint16_t>(job) : sum_losses<float>(job); }
 
+// ---- how often values are seen ---------------------------------------------------------------------------------------
+
+// Where the nearest bf16 numbers of sixteen values stand among all of them, by value; those beyond the largest count as it.
+INLINE void places_among_bf16(const float *x, int32_t *places) {
+    EACH(i) {
+        const IntVector bits = ((const IntVector *)x)[i];
+        const UnsignedVector magnitude = (UnsignedVector)(bits & MAGNITUDE);
+        IntVector code = (IntVector)((magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16);  // half to even
+        code = code > LARGEST_BF16 ? LARGEST_BF16 - IntVector{} : code;
+        ((IntVector *)places)[i] = (code ^ (bits >> 31)) + 0x8000;
+    }
+}
+INLINE void places_among_bf16(const uint16_t *x, int32_t *places) {
+    for (int k = 0; k < LANES; k++) places[k] = ((x[k] & 0x7FFF) ^ -(x[k] >> 15)) + 0x8000;
+}
+
+template <class One, class Count>
+INLINE void count_rows(const Counting &job) {
+    for (int64_t row = job.first; row < job.last; row++) {
+        const One *x = (const One *)job.x + row * job.row_size;
+        Count *table = (Count *)job.out + row % job.positions * NUM_CODES;
+        const Count weight = job.weights ? (Count)job.weights[row] : (Count)1;
+        alignas(64) int32_t places[LANES];
+        for (int64_t e = 0; e < job.row_size; e += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, job.row_size - e);
+            One few[LANES] = {0};
+            if (count < LANES) std::memcpy(few, x + e, count * sizeof(One));
+            places_among_bf16(count < LANES ? few : x + e, places);
+            for (int64_t k = 0; k < count; k++) table[places[k]] += weight;
+        }
+    }
+}
+
+static void count(const Counting &job) {
+    if (job.weights)
+        job.is_short ? count_rows<uint16_t, double>(job) : count_rows<float, double>(job);
+    else
+        job.is_short ? count_rows<uint16_t, int64_t>(job) : count_rows<float, int64_t>(job);
+}
+
+typedef double DoubleVector __attribute__((vector_size(2 * BYTES)));
+
+template <class One>
+INLINE void square_rows(const Squares &job) {
+    for (int64_t row = job.first; row < job.last; row++) {
+        const One *x = (const One *)job.x + row * job.row_size;
+        DoubleVector sums[VECTORS] = {};
+        for (int64_t e = 0; e < job.row_size; e += LANES) {
+            One few[LANES] = {0};
+            const bool is_cut = e + LANES > job.row_size;
+            if (is_cut) std::memcpy(few, x + e, (job.row_size - e) * sizeof(One));
+            const Floats values = widened(is_cut ? few : x + e);
+            EACH(i) {
+                const DoubleVector value = __builtin_convertvector(values.v[i], DoubleVector);
+                sums[i] += value * value;
+            }
+        }
+        double sum = 0;
+        EACH(i) for (int k = 0; k < WIDTH; k++) sum += sums[i][k];
+        job.out[row] = sum;
+    }
+}
+
+static void squares(const Squares &job) { job.is_short ? square_rows<uint16_t>(job) : square_rows<float>(job); }
+
 #undef BYTES
 #undef EACH

@@ -7,8 +7,10 @@
 //   scales  the symmetric scales of ranges
 //   rounded codes of values, and what these are read back as
 //   losses  squares of values, and of how far others are from them
+//   count   how often each number of bf16 is seen
+//   squares the sum of squares of each row
 //
-// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py and charts.py, and for
+// native.py is their face; what they compute is defined in torch, in extremes.py, judge.py, charts.py and histogram.py, and for
 // `rounded` by compressed-tensors. Which candidates there are is no business of theirs. Sums are fp32 over one row, in
 // one order; their last bits depend on whether the processor has fused multiply-adds, and on nothing else.
 
@@ -35,6 +37,8 @@ constexpr int CHUNK = 32;  // elements that are summed before they are added to 
 constexpr int TERMS = 5;    // of a polynomial that stands in for a power
 constexpr int ANY = 0, CURVE = -1;  // norms that are no whole number
 constexpr int32_t MAGNITUDE = 0x7FFFFFFF, EXPONENT = 0x7F800000;  // bits of fp32
+constexpr int32_t LARGEST_BF16 = 0x7F7F;  // bits of the largest number
+constexpr int64_t NUM_CODES = 1 << 16;    // of bf16
 constexpr float TINY = 1.2e-38f;
 constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values, times candidates
 
@@ -90,6 +94,23 @@ struct Rounding {
 struct Losses {
     const void *x, *y;  // [rows, row_size], fp32 or bf16
     double *out;        // [rows, 2]
+    int64_t row_size;
+    int is_short;
+    int64_t first, last;
+};
+
+struct Counting {
+    const void *x;          // [rows, row_size], fp32 or bf16
+    const double *weights;  // [rows], or none
+    void *out;              // [positions, NUM_CODES] of double, or of int64 without weights; to be added to
+    int64_t row_size, positions;
+    int is_short;
+    int64_t first, last;
+};
+
+struct Squares {
+    const void *x;  // [rows, row_size], fp32 or bf16
+    double *out;    // [rows]
     int64_t row_size;
     int is_short;
     int64_t first, last;
@@ -231,6 +252,33 @@ PyObject *py_losses(PyObject *, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyObject *py_count(PyObject *, PyObject *args) {
+    Address x, weights, out;
+    long long rows, row_size, positions, tables;
+    int is_short, level;
+    if (!PyArg_ParseTuple(args, "KKKLLLLii", &x, &weights, &out, &rows, &row_size, &positions, &tables, &is_short, &level))
+        return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads((int)tables) schedule(static, 1)
+    for (int64_t i = 0; i < tables; i++)  // each thread has a table of its own
+        AT(level, count)({at<void>(x), at<double>(weights), at<int64_t>(out) + i * positions * NUM_CODES, row_size, positions,
+                          is_short, rows * i / tables, rows * (i + 1) / tables});
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *py_squares(PyObject *, PyObject *args) {
+    Address x, out;
+    long long rows, row_size;
+    int is_short, level, threads;
+    if (!PyArg_ParseTuple(args, "KKLLiii", &x, &out, &rows, &row_size, &is_short, &level, &threads)) return nullptr;
+    const Squares job = {at<void>(x), at<double>(out), row_size, is_short, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share(job, AT(level, squares), rows, rows * row_size / 2, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyObject *py_best_level(PyObject *, PyObject *) { return PyLong_FromLong(best_level()); }
 
 PyMethodDef methods[] = {
@@ -242,6 +290,8 @@ PyMethodDef methods[] = {
     {"scales", py_scales, METH_VARARGS, "Symmetric scales of ranges; gives the largest."},
     {"rounded", py_rounded, METH_VARARGS, "Codes of values, and what these are read back as."},
     {"losses", py_losses, METH_VARARGS, "Squares of each row, and of its distance from another."},
+    {"count", py_count, METH_VARARGS, "How often each number of bf16 is seen, added to what was there."},
+    {"squares", py_squares, METH_VARARGS, "The sum of squares of each row."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -35,6 +35,7 @@ _level = 0 if _module is None else _module.best_level()
 """Which of the vectors that the loops are compiled for are used: the widest that the processor has."""
 _INFINITIES = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _LANES = 16
+_WORTH_A_TABLE = 1 << 17  # values that a thread counts in a table of its own, which is then added to the others
 MOST_COLUMNS = 4 * _LANES
 """Of a chart."""
 
@@ -270,6 +271,50 @@ def losses(x_PE: Tensor, y_PE: Tensor) -> tuple[float, float]:
     )
     signal, noise = sums_P2.sum(dim=0).tolist()
     return signal, noise
+
+
+def can_count(x: Tensor) -> bool:
+    """Whether `counts_by_value` and `squares_of_rows` take it."""
+    return can_round(x)
+
+
+def counts_by_value(x_NQG: Tensor, weight_NQ: Tensor | None) -> Tensor:
+    """How often each bf16 number is the nearest to a value at each position, in the order of the numbers: [Q, 65536].
+
+    A value counts as much as the weight (float64) of its observation says, or 1, as an int64.
+    """
+    num_positions = x_NQG[0, ..., 0].numel()
+    num_tables = max(1, min(torch.get_num_threads(), x_NQG.numel() // _WORTH_A_TABLE // num_positions))
+    dtype = torch.int64 if weight_NQ is None else torch.float64
+    tables = x_NQG.new_zeros((num_tables, num_positions, 1 << 16), dtype=dtype)
+    weights = None if weight_NQ is None else weight_NQ.contiguous()
+    _module.count(
+        x_NQG.data_ptr(),
+        _address(weights),
+        tables.data_ptr(),
+        x_NQG[..., 0].numel(),
+        x_NQG.shape[-1],
+        num_positions,
+        num_tables,
+        x_NQG.itemsize == 2,
+        _level,
+    )
+    return tables[0] if num_tables == 1 else tables.sum(dim=0)
+
+
+def squares_of_rows(x_NQG: Tensor) -> Tensor:
+    """The sum of squares over the last dimension, in float64."""
+    sums_NQ = x_NQG.new_empty(x_NQG.shape[:-1], dtype=torch.float64)
+    _module.squares(
+        x_NQG.data_ptr(),
+        sums_NQ.data_ptr(),
+        sums_NQ.numel(),
+        x_NQG.shape[-1],
+        x_NQG.itemsize == 2,
+        _level,
+        torch.get_num_threads(),
+    )
+    return sums_NQ
 
 
 def _spacing(grid: Grid) -> tuple[float, float]:
