@@ -397,11 +397,17 @@ def run_all(
     quick: bool,
     console: Console,
     busy: bool = False,
+    cpu: str | None = None,
 ) -> list[str]:
-    """Measure all cases, writing results after each; returns the problems met."""
+    """Measure all cases, writing results after each; returns the problems met.
+
+    `cpu` is this machine's, if `machine` may be another one, on which the rows that are kept were measured.
+    """
     rows = {tables.key_of(row): row for row in kept}
     order = {tables.key_of(case.labels): number for number, case in enumerate(all_cases())}
     problems = []
+    marks: Row = {"busy": True} if busy else {}
+    marks |= {} if cpu in (None, machine["cpu"]) else {"cpu": cpu}
     for model, own in groupby(cases, key=lambda case: case.model):
         with tempfile.TemporaryDirectory(prefix="bench-accuracy-") as scratch:
             try:
@@ -421,7 +427,7 @@ def run_all(
                     problems.append(found["problem"])
                 row = {**case.labels, **found, "num_samples": len(subject.calibration), "group_size": model.group_size}
                 row |= {"num_tokens": judge.num_tokens, "perplexity_before": judge.perplexity, "threads": threads}
-                row |= {"date": date.today().isoformat(), "quick": quick} | ({"busy": True} if busy else {})
+                row |= {"date": date.today().isoformat(), "quick": quick} | marks
                 rows[tables.key_of(row)] = row
                 tables.write_results("accuracy", machine, [rows[key] for key in sorted(rows, key=order.__getitem__)])
                 console.print(line_about(row, list(rows.values())), highlight=False)
@@ -515,17 +521,16 @@ def main() -> int:
             side: stack.enter_context(Worker(python, side, folder / f"{side}.log")) for side, python in pythons.items()
         }
         machine = machine_of(workers)
-    if is_partial and results["machine"] not in (None, machine):
-        parser.error(
-            "bench/results/accuracy.json comes from another machine or other versions. "
-            "Run without --only and --missing."
-        )
+    first = results["machine"] or machine
+    if is_partial and any(first[side] != machine[side] for side in pythons):
+        parser.error("bench/results/accuracy.json comes from other versions. Run without --only and --missing.")
     try:
         problems = run_all(
             cases,
             pythons,
-            machine,
+            first if is_partial else machine,
             kept,
+            cpu=machine["cpu"],
             smollm2=options.smollm2.resolve(),
             threads=options.threads,
             quick=options.quick,

@@ -212,11 +212,13 @@ def _accuracy_terms(model: str, rows: Sequence[Row]) -> str:
         for name in ("threads", "num_samples", "num_tokens", "group_size")
     )
     threads += " thread" if threads == "1" else " threads"
+    elsewhere = " and ".join(_in_order(row["cpu"] for row in rows if "cpu" in row))
+    note = f" † is on another machine ({elsewhere}), whose seconds compare with each other alone." if elsewhere else ""
     in_bf16 = [row for row in rows if row["side"] == "none"]
     floor = f" (in bf16 KL {_digits(in_bf16[0]['kl'])})" if in_bf16 else ""
     return (
         f"**{model}**, groups of {groups}: {samples} samples, {tokens} tokens judged, {threads}. "
-        f"Unquantised: perplexity {rows[0]['perplexity_before']:.3f}{floor}."
+        f"Unquantised: perplexity {rows[0]['perplexity_before']:.3f}{floor}.{note}"
     )
 
 
@@ -230,7 +232,7 @@ def _accuracy_table(rows: Sequence[Row]) -> str:
         name, is_ours = f"{row['side']} `{row['contestant']}`{'~' if row['quick'] else ''}", row["side"] == "ours"
         cells = [row["scheme"], f"**{name}**" if is_ours else name, _digits(row["kl"])]
         cells += [f"**{ratio}**" if is_ours and ratio else ratio, f"{row['perplexity']:.3f}", f"{row['top1']:.1%}"]
-        lines.append([*cells, f"{_rough(row)}{_seconds(row['seconds'])}"])
+        lines.append([*cells, f"{rough(row)}{_seconds(row['seconds'])}"])
     return _table(["scheme", "contestant", "KL", "/ best peer", "perplexity", "top-1", "seconds"], lines)
 
 
@@ -367,9 +369,9 @@ def _range(values: Sequence[float], unit: str = "") -> str:
     return f"**{' to '.join(_in_order(ends))}{unit}**"
 
 
-def _rough(row: Row) -> str:
-    """What stands before seconds of a run that other work ran beside."""
-    return "≈ " if row.get("busy") else ""
+def rough(row: Row) -> str:
+    """What stands before seconds of a run that other work ran beside, or that was on another machine."""
+    return ("† " if "cpu" in row else "") + ("≈ " if row.get("busy") else "")
 
 
 def _seconds(value: float) -> str:

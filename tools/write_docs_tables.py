@@ -80,7 +80,8 @@ def _qualities() -> str:
     told = ", ".join(f"{name} with {_threads(results['rows'], name)}" for name in models)
     terms = (
         f"KL divergence from the unquantised model, and seconds of the whole run ({told}); beside llm-compressor "
-        f"{peer_version}, on the same data. Less is better; ≈ where other work ran beside. Measured {_span(days)}."
+        f"{peer_version}, on the same data. Less is better; ≈ where other work ran beside, † on another "
+        f"machine. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
@@ -121,7 +122,7 @@ def _results(topic: str) -> dict[str, Any]:
 def _kl(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"{row['kl']:.3g} ({'≈ ' if row.get('busy') else ''}{row['seconds']:.0f} s)"
+    return f"{row['kl']:.3g} ({'† ' if 'cpu' in row else ''}{'≈ ' if row.get('busy') else ''}{row['seconds']:.0f} s)"
 
 
 def _span(days: Sequence[str]) -> str:
