@@ -28,10 +28,10 @@ def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeyp
     seen: list[slice] = []
 
     def at_once(
-        given: dict[str, Tensor], _scheme: object, _format: object, take: Callable[[slice, Tensor], None]
+        given: dict[str, Tensor], _scheme: object, _format: object, take: Callable[..., None], **_: object
     ) -> dict[str, Tensor]:
         state.update({name: each.clone() for name, each in given.items()})
-        take(slice(None), given["weight"].detach())
+        take(slice(None), given["weight"].detach(), None)
         return given
 
     monkeypatch.setattr("scalewright.modifiers.layers.store", at_once)
@@ -44,9 +44,12 @@ def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeyp
     expected = compressor.decompress(dict(whole), layer.scheme)["weight"]
     restored = torch.empty_like(expected)
 
-    def take(part: slice, values: Tensor) -> None:
+    lost: list[tuple[float, float]] = []
+
+    def take(part: slice, values: Tensor, loss: tuple[float, float] | None) -> None:
         seen.append(part)
         restored[part] = values
+        lost.extend([] if loss is None else [loss])
 
     monkeypatch.setattr(storing, "_ELEMENTS", 128 * 256)
     stored = storing.store(state, layer.scheme, layer.format, take)
@@ -57,6 +60,14 @@ def test_rows_in_pieces_are_stored_as_the_whole_is(name: str, rows: int, monkeyp
         assert torch.equal(stored[key].view(torch.uint8), each.contiguous().view(torch.uint8)), key
     assert torch.equal(restored, expected)
     assert len(seen) == (1 if name == "FP8_BLOCK" else rows // 128)
+    if lost:  # found on the way
+        before = state["weight"].double()
+        exact = float(before.square().sum()), float((before - expected.double()).square().sum())
+        assert [sum(each) for each in zip(*lost, strict=True)] == pytest.approx(exact, rel=1e-6)
+        in_place = {**state, "weight": state["weight"].clone()}
+        again = storing.store(in_place, layer.scheme, layer.format, lambda *_: None, into=in_place["weight"])
+        assert torch.equal(in_place["weight"], expected)
+        assert all(torch.equal(again[key].view(torch.uint8), stored[key].view(torch.uint8)) for key in stored)
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, "MXFP8A16"])
@@ -89,9 +100,9 @@ def test_what_is_done_in_one_pass_is_what_compressed_tensors_does(name: str, dty
     num_scales = {"group": 256 // int(scheme.weights.group_size or 256), "channel": 1}.get(scheme.weights.strategy)
     scale = (0.1 * torch.randn((96, num_scales) if num_scales else (1,))).to(dtype)
     given = {"weight": torch.randn(96, 256).to(dtype), "weight_scale": scale, "bias": torch.zeros(96)}
-    found = storing._in_one_pass(given, scheme, stored_as)
+    found = storing._in_one_pass(given, scheme, stored_as, None)
     assert found is not None
-    stored, restored = storing._by_the_book(given, scheme, stored_as)
+    stored, restored, _ = storing._by_the_book(given, scheme, stored_as)
     assert found[0].keys() == stored.keys()
     for key, each in stored.items():
         assert found[0][key].dtype == each.dtype
@@ -106,4 +117,4 @@ def test_what_cannot_be_done_in_one_pass_is_left_to_compressed_tensors(name: str
     given = {"weight": torch.randn(128, 256), "weight_scale": torch.ones(128, 2)}
     if not scheme.weights.symmetric:
         given["weight_zero_point"] = torch.zeros(128, 2, dtype=torch.int8)
-    assert storing._in_one_pass(given, scheme, stored_as) is None
+    assert storing._in_one_pass(given, scheme, stored_as, None) is None

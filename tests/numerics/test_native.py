@@ -276,12 +276,19 @@ def test_codes_and_what_they_are_read_back_as_are_those_of_torch_to_the_bit(grid
     scale_P = (torch.randn(len(x_PE)) * 0.1).to(dtype)  # of both signs
     steps = (x_PE / scale_P.unsqueeze(-1)).clamp_(grid.low, grid.high)
     expected = steps.round().to(torch.int8) if grid.mantissa_bits is None else steps.to(torch.float8_e4m3fn)
-    codes, restored = native.rounded(x_PE, scale_P, grid)
+    codes, restored, lost = native.rounded(x_PE, scale_P, grid)
     assert codes.dtype == expected.dtype and restored.dtype == dtype
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(
         restored.view(torch.uint8), (expected.to(dtype) * scale_P.unsqueeze(-1)).contiguous().view(torch.uint8)
     )
+    exact = float(x_PE.double().square().sum()), float((x_PE.double() - restored.double()).square().sum())
+    assert lost == pytest.approx(exact, rel=1e-6)
+    in_place = x_PE.clone()
+    torch.set_num_threads(1)
+    again, _, same = native.rounded(in_place, scale_P, grid, into_PE=in_place)
+    assert same == lost and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(in_place.view(torch.uint8), restored.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

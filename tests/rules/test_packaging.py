@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from scalewright.numerics import native
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,6 +41,12 @@ def is_pinned(requirement: Requirement) -> bool:
 
 def has_upper_bound(requirement: Requirement) -> bool:
     return any(each.operator in ("<", "<=", "~=", "==", "===") for each in requirement.specifier)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_the_loops_are_compiled_where_there_is_a_compiler() -> None:
+    """Without them everything works, and their tests skip: a fault that keeps them from being built would not show."""
+    assert native._compiled() is not None, "`make setup` has not built them from the sources as they are"
 
 
 @pytest.mark.parametrize("requirement", DEPENDENCIES, ids=str)

@@ -39,7 +39,12 @@ def settle_formats(model: nn.Module, layers: Sequence[WatchedLayer]) -> None:
     Before transformers fills a model, it has the model initialise what the checkpoint may lack. The code for that is
     the architecture's own. T5's, for one, asks its layers for their weights, and a packed layer has none.
     """
-    packed = {layer.name: layer for layer in layers if "pack" in layer.format.value}
+    is_own = _sets_up_its_own_way(model)
+    packed = {
+        layer.name: layer
+        for layer in layers
+        if "pack" in layer.format.value and (is_own or not isinstance(layer.module, nn.Linear))
+    }
     for name in _needed_unpacked(model, list(packed)):
         scheme = packed[name].scheme
         args = scheme.weights
@@ -50,6 +55,12 @@ def settle_formats(model: nn.Module, layers: Sequence[WatchedLayer]) -> None:
                 "unpacked ones while it is set up. Use 8 bits (W8A16, W8A8, FP8_DYNAMIC), or ignore this layer."
             )
         scheme.format = CompressionFormat.int_quantized.value
+
+
+def _sets_up_its_own_way(model: nn.Module) -> bool:
+    """Whether any part of a model has code of its own for that; transformers' does without the weights of Linears."""
+    parts = {type(each) for each in model.modules() if isinstance(each, PreTrainedModel)}
+    return any(each._init_weights is not PreTrainedModel._init_weights for each in parts)
 
 
 def _needed_unpacked(model: nn.Module, names: Sequence[str]) -> list[str]:

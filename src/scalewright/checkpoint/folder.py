@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 
 from scalewright.checkpoint.problems import Problem
-from scalewright.checkpoint.shards import TensorAt
+from scalewright.checkpoint.shards import DTYPES, TensorAt
 from scalewright.errors import ModelError
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -34,24 +34,6 @@ BESIDE = (  # what loaders read besides, where it is there
     "processor_config.json",
     "preprocessor_config.json",
 )
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 _MAX_HEADER = 100_000_000  # bytes; safetensors refuses longer ones, too
 _MAX_NAME = 200
 _MOST_PARTS = 1 << 14  # layers or experts that a configuration may speak of, where there are not as many tensors

@@ -20,15 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewright.checkpoint.fingerprint import digest_of_file
 from scalewright.checkpoint.parts import Part
+from scalewright.checkpoint.shards import TensorHere, write_tensors
 from scalewright.errors import OutputError
 
 _JOURNAL, _LOCK, _CHECKPOINT, _OLD = "journal.jsonl", "lock", "checkpoint", "old"
@@ -64,13 +64,15 @@ class Journal:
         file = self.folder / f"{self._number:06}.safetensors"
         draft = file.with_suffix(".draft")
         with self._failing_in_words():
-            save_file({key: each.contiguous() for key, each in tensors.items()}, draft)
+            with draft.open("wb") as opened:
+                hashed = _Hashed(opened)
+                write_tensors(hashed, {key: TensorHere(each.contiguous()) for key, each in tensors.items()})
             draft.rename(file)
             entry = {
                 "layer": name,
                 "file": file.name,
-                "bytes": file.stat().st_size,
-                "digest": digest_of_file(file),
+                "bytes": hashed.num_bytes,
+                "digest": hashed.digest.hexdigest(),
                 "record": dict(record),
             }
             self._append(entry)
@@ -160,6 +162,20 @@ class Journal:
             for each in (*self._unsynced, self.folder / _JOURNAL, self.folder):
                 _sync(each)
             self._unsynced, self._synced = [], time.monotonic()
+
+
+class _Hashed:
+    """A file that is written, and the digest of all that was written to it: reading it again would take as long."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = xxhash.xxh3_128()
+        self.num_bytes = 0
+        self._file = file
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self.num_bytes += len(data)
 
 
 def partial_of(out: Path) -> Path:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scalewright.calibration.loaders import settle_names
-from scalewright.checkpoint.folder import DTYPES
 from scalewright.checkpoint.journal import partial_of
 from scalewright.checkpoint.loading import without_bars
 from scalewright.checkpoint.memory import in_units
 from scalewright.checkpoint.parts import Part
-from scalewright.checkpoint.shards import StoredTensor, TensorAt, tensors_in, write_shards
+from scalewright.checkpoint.shards import DTYPES, StoredTensor, TensorAt, TensorHere, tensors_in, write_shards
 from scalewright.errors import OutputError
 
 _SHARD_BYTES = 5 * 10**9
 _STAND_IN = (1, 1, 1, 1, 1, 1)  # the shape of stand-ins, which no weight has
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorHere:
-    """A tensor in memory that is written from there, without a copy."""
-
-    tensor: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes it has."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype, as safetensors calls it."""
-        return _NAMES[self.tensor.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.tensor.shape)
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Its bytes, all at once: they are here already."""
-        yield self.tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def disk_of(path: Path) -> Path:
@@ -218,8 +188,7 @@ def _tables(model: nn.Module) -> set[int]:
         if isinstance(each, Tensor)
         and each.device.type == "cpu"
         and each.is_contiguous()
-        and each.dtype in _NAMES
-        and sys.byteorder == "little"
+        and each.dtype in DTYPES.values()
     }
 
 

@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
+import torch
 import xxhash
+from torch import Tensor
 
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Those of safetensors, by the names that it has for them."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 22
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+
+
+class Writer(Protocol):
+    """Whoever takes bytes, one after the other."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Take some."""
 
 
 class StoredTensor(Protocol):
@@ -35,8 +66,38 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
 
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Its bytes, so many at a time."""
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes, so many at a time, each in the place of the last."""
+
+
+@dataclass(frozen=True)
+class TensorHere:
+    """A tensor in memory that is written from there, without a copy."""
+
+    tensor: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as safetensors calls it."""
+        return _NAMES[self.tensor.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes, all at once: they are here already."""
+        flat = self.tensor.detach().cpu().reshape(-1)
+        raw = flat.view(torch.uint8)
+        if sys.byteorder == "big":  # files are little-endian
+            raw = raw.reshape(-1, flat.element_size()).flip(1).reshape(-1)
+        yield raw.numpy().data
 
 
 @dataclass(frozen=True)
@@ -55,17 +116,18 @@ class TensorAt:
             opened.seek(self.start)
             return opened.read(self.num_bytes)
 
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Its bytes, so many at a time."""
-        with self.file.open("rb") as opened:
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes, so many at a time, each in the place of the last: new memory would take longer than reading."""
+        room = memoryview(bytearray(min(self.num_bytes, _CHUNK)))
+        with self.file.open("rb", buffering=0) as opened:
             opened.seek(self.start)
             left = self.num_bytes
             while left:
-                chunk = opened.read(min(left, _CHUNK))
-                if not chunk:
+                count = opened.readinto(room[:left])
+                if not count:
                     raise OSError(f"{self.file.name}: ends before its last tensor does")
-                yield chunk
-                left -= len(chunk)
+                yield room[:count]
+                left -= count
 
 
 def tensors_in(file: Path) -> dict[str, TensorAt]:
@@ -126,6 +188,12 @@ def _split(tensors: Mapping[str, StoredTensor], max_bytes: int) -> Iterator[dict
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    with file.open("wb") as opened:
+        return write_tensors(opened, tensors)
+
+
+def write_tensors(target: Writer, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Write a file of some tensors; the digest of each."""
     # Readers map the file: tensors with large elements go first, so that all are aligned to their elements.
     ordered = sorted(tensors.items(), key=lambda item: (-_item_size(item[1]), item[0]))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -135,12 +203,11 @@ def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         place += each.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as opened:
-        opened.write(_LENGTH.pack(len(text)) + text)
-        return {name: _copy(each, opened) for name, each in ordered}
+    target.write(_LENGTH.pack(len(text)) + text)
+    return {name: _copy(each, target) for name, each in ordered}
 
 
-def _copy(tensor: StoredTensor, target: BinaryIO) -> str:
+def _copy(tensor: StoredTensor, target: Writer) -> str:
     """Append the bytes of a tensor to an open file; its digest, taken from the bytes that were written."""
     digest = _digest_without_bytes(tensor)
     for chunk in tensor.chunks():

@@ -13,10 +13,10 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from scalewright.checkpoint.folder import DTYPES, pieces, read_rows, read_tensor
+from scalewright.checkpoint.folder import pieces, read_rows, read_tensor
 from scalewright.checkpoint.formats import PACKED, words
 from scalewright.checkpoint.problems import Problem
-from scalewright.checkpoint.shards import TensorAt
+from scalewright.checkpoint.shards import DTYPES, TensorAt
 from scalewright.checkpoint.structure import Layer
 from scalewright.modifiers.storing import read_back
 from scalewright.numerics.grids import grid_of, numbers_of_e4m3

@@ -31,7 +31,7 @@ from scalewright.modifiers.pictures import Picture, Seen, input_picture, weight_
 from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import See, Shown, shown_to
-from scalewright.modifiers.storing import read_back, store
+from scalewright.modifiers.storing import Loss, read_back, store
 from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer
 from scalewright.observers.base import QParamsDict
@@ -359,15 +359,19 @@ class WatchedLayer:
         if rounded is not None:
             state["weight"] = rounded
 
-        def take(rows: slice, restored: Tensor) -> None:
+        def take(rows: slice, restored: Tensor, loss: Loss | None) -> None:
             restored = restored.to(original.dtype)
-            noise.add(original[rows], restored)
+            if loss is None or rounded is not None:
+                noise.add(original[rows], restored)
+            else:
+                noise.count(*loss)
             begin, end, _ = rows.indices(len(original))
             some_as_restored.append(restored[some[(some >= begin) & (some < end)] - begin])
-            if target is not None:
+            if target is not None and restored.data_ptr() != target[rows].data_ptr():
                 target.detach()[rows] = restored
 
-        layer.compressed = store(state, self.scheme, self.format, take)
+        into = None if rounded is not None or target is None else target.detach()  # or what it was is needed until then
+        layer.compressed = store(state, self.scheme, self.format, take, into=into)
         if target is not None:
             self.module.weight = target.requires_grad_(False)
         layer.weight_db = noise.decibels

@@ -29,6 +29,9 @@ _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _SHAPE = "weight_shape"
 _NOT_IN_ONE_PASS = ("weight_zero_point", "weight_g_idx")
 _AS_CODES = (CompressionFormat.int_quantized, CompressionFormat.float_quantized)
+Loss = tuple[float, float]
+"""The sum of squares of some numbers, and of how far off what is read back is."""
+
 _QUICK = {
     CompressionFormat.pack_quantized: Packer,
     CompressionFormat.float_quantized: FP8Packer,
@@ -41,15 +44,22 @@ def store(
     state: Mapping[str, Tensor],
     scheme: QuantizationScheme,
     stored_as: CompressionFormat,
-    take: Callable[[slice, Tensor], None],
+    take: Callable[[slice, Tensor, Loss | None], None],
+    *,
+    into: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors that a checkpoint stores for a module's `state`. `take` is given rows as they will be read back."""
+    """The tensors that a checkpoint stores for a module's `state`.
+
+    `take` is given rows as they will be read back, and what they lose, where that was found on the way. They may have
+    been written to `into`, which may be the weight itself.
+    """
     weight = state["weight"]
     pieces: list[dict[str, Tensor]] = []
     for rows in _slices(weight, scheme):
         given = {name: each[rows] if _has_rows(name, each, len(weight)) else each for name, each in state.items()}
-        piece, restored = _in_one_pass(given, scheme, stored_as) or _by_the_book(given, scheme, stored_as)
-        take(rows, restored)
+        room = None if into is None else into[rows]
+        piece, restored, loss = _in_one_pass(given, scheme, stored_as, room) or _by_the_book(given, scheme, stored_as)
+        take(rows, restored, loss)
         pieces.append({name: each for name, each in piece.items() if isinstance(each, Tensor)})
     if len(pieces) == 1:
         return pieces[0]
@@ -73,16 +83,16 @@ def read_back(
 
 def _by_the_book(
     given: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor, None]:
     """Rows as they are stored, and as they will be read back."""
     compressor = _compressor(stored_as)
     piece = compressor.compress(given, scheme)
-    return piece, compressor.decompress(piece, scheme)["weight"]
+    return piece, compressor.decompress(piece, scheme)["weight"], None
 
 
 def _in_one_pass(
-    given: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat
-) -> tuple[dict[str, Tensor], Tensor] | None:
+    given: Mapping[str, Tensor], scheme: QuantizationScheme, stored_as: CompressionFormat, into: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor, Loss] | None:
     """The same, bit for bit, where codes and what they are read back as can be had in one pass; None elsewhere.
 
     compressed-tensors makes several passes of it, and packs and unpacks in between.
@@ -101,7 +111,10 @@ def _in_one_pass(
     ):
         return None
     scale_P = scale.reshape(-1) if scale.numel() > 1 else scale.reshape(-1).expand(len(weight))
-    codes, restored = native.rounded(weight.reshape(len(scale_P), -1), scale_P, grid_of(args))
+    as_rows = (len(scale_P), -1)
+    can_be_filled = into is not None and native.can_round(into) and into.dtype == weight.dtype
+    room_PE = into.view(as_rows) if into is not None and can_be_filled else None
+    codes, restored, loss = native.rounded(weight.view(as_rows), scale_P, grid_of(args), into_PE=room_PE)
     stored = {name: each for name, each in given.items() if name != "weight"}
     if is_packed:
         stored |= {
@@ -110,7 +123,7 @@ def _in_one_pass(
         }
     else:
         stored["weight"] = codes.view(weight.shape)
-    return stored, restored.view(weight.shape)
+    return stored, restored.view(weight.shape), loss
 
 
 def _compressor(stored_as: CompressionFormat) -> Any:

@@ -501,14 +501,32 @@ INLINE void store_codes(int8_t *to, Floats numbers) {
     }
 }
 
+// What some values lose, in fp32, until it is added to the sums of their row: [squares, squares of what is lost].
+struct Sums {
+    Floats squares, lost;
+};
+
+INLINE void add(Sums &sums, Floats value, Floats other) {
+    const Floats d = value - other;
+    sums.squares = sums.squares + value * value, sums.lost = sums.lost + d * d;
+}
+
+INLINE void add_to(double *of_row, const Sums &sums) {
+    alignas(64) float parts[2 * LANES];
+    store(parts, sums.squares), store(parts + LANES, sums.lost);
+    for (int k = 0; k < LANES; k++) of_row[0] += parts[k], of_row[1] += parts[LANES + k];
+}
+
 template <bool is_float, class One>
-INLINE void round_values(const Rounding &job, const One *x, float of_row, int8_t *codes, One *restored) {
+INLINE void round_values(const Rounding &job, const One *x, float of_row, int8_t *codes, One *restored, Sums &sums) {
     const Grid grid = {splat(job.low), splat(job.high), splat(job.smallest_normal), splat(job.rounder)};
-    const Floats scale = splat(of_row), steps = as_stored(widened(x) / scale, x);
+    const Floats value = widened(x), scale = splat(of_row), steps = as_stored(value / scale, x);
     Floats number = rounded<is_float>(steps, grid);
     if (is_float) EACH(i) number.v[i] = (FloatVector)((IntVector)number.v[i] | ((IntVector)steps.v[i] & ~MAGNITUDE));
     store_codes<is_float>(codes, number);
-    store_as(restored, as_stored(number * scale, x));
+    const Floats as_restored = as_stored(number * scale, x);
+    add(sums, value, as_restored);
+    store_as(restored, as_restored);
 }
 
 template <bool is_float, class One>
@@ -517,17 +535,24 @@ INLINE void round_rows(const Rounding &job) {
         const One *x = (const One *)job.x + row * job.row_size;
         int8_t *codes = job.codes + row * job.row_size;
         One *restored = (One *)job.restored + row * job.row_size;
-        int64_t e = 0;
-        for (; e + LANES <= job.row_size; e += LANES)
-            round_values<is_float>(job, x + e, job.scale[row], codes + e, restored + e);
-        if (e < job.row_size) {
-            const int64_t left = job.row_size - e;
-            One few[LANES] = {0}, few_restored[LANES];
-            int8_t few_codes[LANES];
-            std::memcpy(few, x + e, left * sizeof(One));
-            round_values<is_float>(job, few, job.scale[row], few_codes, few_restored);
-            std::memcpy(codes + e, few_codes, left), std::memcpy(restored + e, few_restored, left * sizeof(One));
+        double lost[2] = {0, 0};
+        for (int64_t start = 0; start < job.row_size; start += CHUNK * LANES) {
+            const int64_t end = std::min<int64_t>(start + CHUNK * LANES, job.row_size);
+            Sums sums = {splat(0.0f), splat(0.0f)};
+            int64_t e = start;
+            for (; e + LANES <= end; e += LANES)
+                round_values<is_float>(job, x + e, job.scale[row], codes + e, restored + e, sums);
+            if (e < end) {
+                const int64_t left = end - e;
+                One few[LANES] = {0}, few_restored[LANES];
+                int8_t few_codes[LANES];
+                std::memcpy(few, x + e, left * sizeof(One));
+                round_values<is_float>(job, few, job.scale[row], few_codes, few_restored, sums);
+                std::memcpy(codes + e, few_codes, left), std::memcpy(restored + e, few_restored, left * sizeof(One));
+            }
+            add_to(lost, sums);
         }
+        job.lost[2 * row] = lost[0], job.lost[2 * row + 1] = lost[1];
     }
 }
 
@@ -543,22 +568,19 @@ template <class One>
 INLINE void sum_losses(const Losses &job) {
     for (int64_t row = job.first; row < job.last; row++) {
         const One *x = (const One *)job.x + row * job.row_size, *y = (const One *)job.y + row * job.row_size;
-        double signal = 0, noise = 0;
+        double lost[2] = {0, 0};
         for (int64_t start = 0; start < job.row_size; start += CHUNK * LANES) {
             const int64_t end = std::min<int64_t>(start + CHUNK * LANES, job.row_size);
-            Floats squares = splat(0.0f), lost = splat(0.0f);
+            Sums sums = {splat(0.0f), splat(0.0f)};
             for (int64_t e = start; e < end; e += LANES) {
                 One few_x[LANES] = {0}, few_y[LANES] = {0};
                 const bool is_cut = e + LANES > end;
                 if (is_cut) std::memcpy(few_x, x + e, (end - e) * sizeof(One)), std::memcpy(few_y, y + e, (end - e) * sizeof(One));
-                const Floats value = widened(is_cut ? few_x : x + e), d = value - widened(is_cut ? few_y : y + e);
-                squares = squares + value * value, lost = lost + d * d;
+                add(sums, widened(is_cut ? few_x : x + e), widened(is_cut ? few_y : y + e));
             }
-            alignas(64) float parts[2 * LANES];
-            store(parts, squares), store(parts + LANES, lost);
-            for (int k = 0; k < LANES; k++) signal += parts[k], noise += parts[LANES + k];
+            add_to(lost, sums);
         }
-        job.out[2 * row] = signal, job.out[2 * row + 1] = noise;
+        job.out[2 * row] = lost[0], job.out[2 * row + 1] = lost[1];
     }
 }
 

@@ -5,7 +5,7 @@
 //   scores  the products and squares that the best scale for given codes is made from
 //   chart   sums of rows of a table that values look up
 //   scales  the symmetric scales of ranges
-//   rounded codes of values, and what these are read back as
+//   rounded codes of values, what these are read back as, and what that loses
 //   losses  squares of values, and of how far others are from them
 //   count   how often each number of bf16 is seen
 //   squares the sum of squares of each row
@@ -30,7 +30,7 @@
 
 namespace {
 
-constexpr int INTERFACE = 1;  // counts whenever arguments change; native.py takes no other
+constexpr int INTERFACE = 2;  // counts whenever arguments change; native.py takes no other
 constexpr int LANES = 16;
 constexpr int MOST_COLUMNS = 4 * LANES;  // of a chart
 constexpr int CHUNK = 32;  // elements that are summed before they are added to others
@@ -84,7 +84,8 @@ struct Rounding {
     const void *x;         // [rows, row_size], fp32 or bf16
     const float *scale;    // [rows]
     int8_t *codes;         // [rows, row_size]
-    void *restored;        // [rows, row_size], of the type of x
+    void *restored;        // [rows, row_size], of the type of x; may be x itself
+    double *lost;          // [rows, 2]: squares of x, and of its distance from what is restored
     int64_t row_size;
     float low, high, smallest_normal, rounder;  // the grid, as above
     int is_short;
@@ -225,15 +226,15 @@ PyObject *py_scales(PyObject *, PyObject *args) {
 }
 
 PyObject *py_rounded(PyObject *, PyObject *args) {
-    Address x, scale, codes, restored;
+    Address x, scale, codes, restored, lost;
     long long rows, row_size;
     float low, high, smallest_normal, rounder;
     int is_short, level, threads;
-    if (!PyArg_ParseTuple(args, "KKKKLLffffiii", &x, &scale, &codes, &restored, &rows, &row_size, &low, &high,
+    if (!PyArg_ParseTuple(args, "KKKKKLLffffiii", &x, &scale, &codes, &restored, &lost, &rows, &row_size, &low, &high,
                           &smallest_normal, &rounder, &is_short, &level, &threads))
         return nullptr;
-    const Rounding job = {at<void>(x), at<float>(scale), at<int8_t>(codes), at<void>(restored), row_size, low, high,
-                          smallest_normal, rounder, is_short, 0, 0};
+    const Rounding job = {at<void>(x), at<float>(scale), at<int8_t>(codes), at<void>(restored), at<double>(lost), row_size,
+                          low, high, smallest_normal, rounder, is_short, 0, 0};
     Py_BEGIN_ALLOW_THREADS
     share(job, AT(level, roundings), rows, rows * row_size, threads);
     Py_END_ALLOW_THREADS
@@ -288,7 +289,7 @@ PyMethodDef methods[] = {
     {"scores", py_scores, METH_VARARGS, "Products of values and codes, and squares of codes."},
     {"chart", py_chart, METH_VARARGS, "Sums of the rows of a table."},
     {"scales", py_scales, METH_VARARGS, "Symmetric scales of ranges; gives the largest."},
-    {"rounded", py_rounded, METH_VARARGS, "Codes of values, and what these are read back as."},
+    {"rounded", py_rounded, METH_VARARGS, "Codes of values, what these are read back as, and what that loses."},
     {"losses", py_losses, METH_VARARGS, "Squares of each row, and of its distance from another."},
     {"count", py_count, METH_VARARGS, "How often each number of bf16 is seen, added to what was there."},
     {"squares", py_squares, METH_VARARGS, "The sum of squares of each row."},

@@ -84,13 +84,17 @@ class Noise:
         """Count a piece, as it was and as it is now."""
         is_alike = changed.dtype == original.dtype and changed.shape == original.shape and original.ndim > 1
         if is_alike and native.can_round(original) and native.can_round(changed):
-            signal, noise = native.losses(original.flatten(1), changed.flatten(1))
-            self._signal += signal
-            self._noise += noise
+            self.count(*native.losses(original.flatten(1), changed.flatten(1)))
             return
         original = original.float()
-        self._signal += float(torch.linalg.vector_norm(original)) ** 2
-        self._noise += float(torch.linalg.vector_norm(original - changed)) ** 2
+        self.count(
+            float(torch.linalg.vector_norm(original)) ** 2, float(torch.linalg.vector_norm(original - changed)) ** 2
+        )
+
+    def count(self, signal: float, noise: float) -> None:
+        """Count a piece of which the sums of squares are known."""
+        self._signal += signal
+        self._noise += noise
 
     @property
     def decibels(self) -> float:

@@ -18,7 +18,7 @@ from scalewright.numerics.grids import Grid
 
 # P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
 
-_INTERFACE = 1  # as in _native.cpp
+_INTERFACE = 2  # as in _native.cpp
 
 
 def _compiled() -> Any:
@@ -238,16 +238,22 @@ def can_round(x: Tensor) -> bool:
     return serves(x) and x.dtype != torch.float16 and x.numel() > 0
 
 
-def rounded(x_PE: Tensor, scale_P: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The codes of values under the scale of their row, int8 or e4m3, and `code * scale`, in the dtype of `x_PE`.
+def rounded(
+    x_PE: Tensor, scale_P: Tensor, grid: Grid, *, into_PE: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[float, float]]:
+    """The codes of values under the scale of their row, int8 or e4m3; `code * scale`, in the dtype of `x_PE`; and the
+    sum of squares of the values, and of their distance from that.
 
-    Quotients and products are rounded to that dtype, as torch's are.
+    Quotients and products are rounded to that dtype, as torch's are. They are written to `into_PE`, if it is given,
+    which may be `x_PE` itself.
     """
     is_integer = grid.mantissa_bits is None
-    codes_PE, restored_PE = torch.empty_like(x_PE, dtype=torch.int8), torch.empty_like(x_PE)
+    codes_PE = torch.empty_like(x_PE, dtype=torch.int8)
+    restored_PE = torch.empty_like(x_PE) if into_PE is None else into_PE
+    lost_P2 = x_PE.new_empty(len(x_PE), 2, dtype=torch.float64)
     scale_P = scale_P.float().contiguous()
     _module.rounded(
-        *(each.data_ptr() for each in (x_PE, scale_P, codes_PE, restored_PE)),
+        *(each.data_ptr() for each in (x_PE, scale_P, codes_PE, restored_PE, lost_P2)),
         *x_PE.shape,
         grid.low,
         grid.high,
@@ -256,7 +262,7 @@ def rounded(x_PE: Tensor, scale_P: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         _level,
         torch.get_num_threads(),
     )
-    return codes_PE if is_integer else codes_PE.view(torch.float8_e4m3fn), restored_PE
+    return codes_PE if is_integer else codes_PE.view(torch.float8_e4m3fn), restored_PE, _summed(lost_P2)
 
 
 def losses(x_PE: Tensor, y_PE: Tensor) -> tuple[float, float]:
@@ -269,8 +275,13 @@ def losses(x_PE: Tensor, y_PE: Tensor) -> tuple[float, float]:
         _level,
         torch.get_num_threads(),
     )
-    signal, noise = sums_P2.sum(dim=0).tolist()
-    return signal, noise
+    return _summed(sums_P2)
+
+
+def _summed(sums_P2: Tensor) -> tuple[float, float]:
+    """Two columns summed up. In torch the sums of many rows would depend on the number of threads."""
+    first, second = sums_P2.numpy().sum(axis=0).tolist()
+    return first, second
 
 
 def can_count(x: Tensor) -> bool:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
@@ -219,7 +220,7 @@ class _Piece:
     def best_of_all_scales(self) -> tuple[Tensor, Tensor]:
         """The best scale, and the index of its reach: by the breakpoints. [P], [P]"""
         numbers_L1 = self.ladder.numbers_L1
-        order_PV = (self.ladder.midpoints() / self.magnitude_PE.unsqueeze(-1)).flatten(1).argsort(dim=-1)
+        order_PV = _order((self.ladder.midpoints() / self.magnitude_PE.unsqueeze(-1)).flatten(1))
 
         def events(of_elements_PE: Tensor, of_levels_L: Tensor) -> Tensor:
             return (of_elements_PE.unsqueeze(-1) * of_levels_L).flatten(1).gather(1, order_PV)
@@ -263,6 +264,13 @@ class _Piece:
                 reach_P = torch.where(is_better_P, index, reach_P)
                 least_P = torch.where(is_better_P, error_P, least_P)
         return best_P, reach_P
+
+
+def _order(values_PV: Tensor) -> Tensor:
+    """The places of each row's values in ascending order. numpy takes a fifth of torch's time where it has them."""
+    if values_PV.device.type != "cpu":
+        return values_PV.argsort(dim=-1)
+    return torch.from_numpy(np.argsort(values_PV.numpy(), axis=-1))
 
 
 def _e4m3(global_P: Tensor, unit_P: Tensor) -> Iterator[Tensor]:

@@ -116,7 +116,7 @@ def stored_bits(
     rows, columns = shape
     module = nn.Linear(columns, rows, bias=False, device="meta", dtype=dtype)
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
-    tensors = store(dict(get_direct_state_dict(module)), scheme, stored_as, lambda rows, weight: None)
+    tensors = store(dict(get_direct_state_dict(module)), scheme, stored_as, lambda rows, weight, loss: None)
     point = tensors.get("weight_zero_point")
     if point is not None and point.dtype == torch.int8 and "weight_packed" in tensors:
         # compressed-tensors packs them by columns, but not where there are only shapes.
