@@ -421,7 +421,7 @@ def run_all(
             for case in own:
                 try:
                     with quiet():
-                        found = measure(case, subject, judge, pythons, threads=threads)
+                        found = measure(case, subject, judge, pythons, threads=threads, busy=busy)
                 except Exception as error:
                     found = {"problem": f"{case.title}: {in_one_line(error)}"}
                     problems.append(found["problem"])
@@ -439,21 +439,23 @@ def quiet() -> redirect_stderr[io.StringIO]:
     return redirect_stderr(io.StringIO())
 
 
-def measure(case: Case, subject: Subject, judge: Judge, pythons: Mapping[str, str], *, threads: int) -> Row:
+def measure(
+    case: Case, subject: Subject, judge: Judge, pythons: Mapping[str, str], *, threads: int, busy: bool = False
+) -> Row:
     """Quantise once, and judge what came of it."""
     dtype = torch.bfloat16 if case.scheme.needs_bf16 else torch.float32
     if case.contestant.side not in pythons:
         return judge.judge(subject.folder, dtype)
     with tempfile.TemporaryDirectory(prefix="bench-accuracy-") as scratch:
         folder = Path(scratch)
-        found = quantise(case, subject, pythons[case.contestant.side], folder, threads=threads)
+        found = quantise(case, subject, pythons[case.contestant.side], folder, threads=threads, busy=busy)
         checkpoint = folder / "checkpoint"
         return {**judge.judge(checkpoint, dtype), **found, "bits": bits_per_weight(checkpoint, subject.folder)}
 
 
-def quantise(case: Case, subject: Subject, python: str, folder: Path, *, threads: int) -> Row:
+def quantise(case: Case, subject: Subject, python: str, folder: Path, *, threads: int, busy: bool = False) -> Row:
     """What a worker answers; RuntimeError with its last words if it does not."""
-    request = {"model": str(subject.folder), "rows": subject.calibration, "threads": threads}
+    request = {"model": str(subject.folder), "rows": subject.calibration, "threads": threads, "busy": busy}
     request |= {"recipe": case.recipe(), "out": str(folder / "checkpoint")}
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     files = [str(folder / name) for name in ("request.json", "answer.json")]
@@ -493,7 +495,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help='a part of a title, such as "stories15M, W4A16"')
     parser.add_argument("--missing", action="store_true", help="only rows that were not measured yet")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples: rough, and marked as such")
-    parser.add_argument("--busy", action="store_true", help="other work runs beside: seconds are marked as rough")
+    parser.add_argument("--busy", action="store_true", help="other work runs beside: seconds are the processor's")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
     parser.add_argument("--smollm2", type=Path, default=CACHE / "SmolLM2-135M", help="where SmolLM2 is, or is put")
     parser.add_argument("--list", action="store_true", help="print the titles, and measure nothing")

@@ -283,7 +283,7 @@ def test_a_row_that_fails_is_a_problem_and_the_next_one_is_measured(
 ) -> None:
     seen: list[int] = []
 
-    def quantise(case: Any, given: Any, python: str, folder: Path, *, threads: int) -> dict[str, Any]:
+    def quantise(case: Any, given: Any, python: str, folder: Path, **_: Any) -> dict[str, Any]:
         seen.append(len(json.loads(fresh_results.read_text())["rows"]) if fresh_results.exists() else 0)
         if case.contestant.name == "balanced":
             raise RuntimeError(f"ImportError: no 'quality' in {ROOT}/src/x.py")
