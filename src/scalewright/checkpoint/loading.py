@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from scalewright.calibration.data import Samples, load_samples
 from scalewright.calibration.hub import hub_asked_once
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.classes import built_without_weights, class_for
 from scalewright.checkpoint.folder import check_source
 from scalewright.checkpoint.fp8 import block_of, mend, read_as_plain
 from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_mean
@@ -171,7 +172,7 @@ def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Mod
         if block_of(config) is not None:
             del config.quantization_config
         with torch.device("meta"):
-            built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
+            built: nn.Module = built_without_weights(auto, config, trust_remote_code=trust_remote_code)
     return built
 
 
@@ -265,16 +266,7 @@ def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
 def config_and_class(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
     """The configuration of a model, and the class that loads such models."""
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    return config, _auto_for(config)
-
-
-def _auto_for(config: Any) -> Any:
-    """The class that loads models of a configuration."""
-    if getattr(config, "is_encoder_decoder", False):
-        return transformers.AutoModelForSeq2SeqLM
-    if hasattr(config, "vision_config"):
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    return config, class_for(model, config, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
