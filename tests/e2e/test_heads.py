@@ -171,6 +171,32 @@ def test_what_predicts_no_token_has_no_perplexity_and_that_is_said(head, folder)
     )
 
 
+PICTURES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, **PIXELS}
+CLIP = Head("CLIPModel", "clip", {"text_config": {**SIZES, "num_hidden_layers": 1}, "vision_config": PICTURES})
+
+
+@pytest.mark.parametrize(
+    ("shown", "name"),
+    [
+        (HEADS["ViTForImageClassification"], "pixel_values"),
+        (HEADS["WhisperForConditionalGeneration"], "input_features"),
+        (CLIP, "pixel_values"),
+    ],
+    ids=["pictures", "sound", "both"],
+)
+def test_texts_for_a_model_of_pictures_or_sound_are_refused_in_words(shown, name, tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [3, 4, 5]}\n' * 4)
+    shown.build().save_pretrained(tmp_path / "model")
+    words = ["--data", tmp_path / "ids.jsonl", "--out", tmp_path / "out.safetensors"]
+    for command in (["quantize", tmp_path / "model", "--scheme", "W8A8"], ["importance", tmp_path / "model"]):
+        result = CliRunner().invoke(app, [str(each) for each in (*command, *words)])
+        assert result.exit_code == 2, result.output
+        assert " ".join(result.output.split()).endswith(
+            f"error data: {shown.name} is shown {name}, and there are none in it, but input_ids. Give batches with "
+            f"{name}, in Python; or a scheme that needs no data."
+        )
+
+
 # ---- classes that cannot be loaded -----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -223,12 +223,33 @@ def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions
         vocab_size=vocabulary_of(model),
         max_positions=positions_of(model),
     )
+    _check_inputs(model, samples.batches)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     samples.batches = [
         {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
         for batch in samples.batches
     ]
     return samples
+
+
+def _check_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Say no to texts for a model of transformers' that is shown pictures or sound, before it stumbles over them."""
+    wanted = _main_input(model)
+    other = next((each for each in batches if wanted not in each and "input_ids" in each), None)
+    if wanted != "input_ids" and other is not None:
+        raise DataError(
+            f"data: {type(model).__name__} is shown {wanted}, and there are none in it, but input_ids. Give batches "
+            f"with {wanted}, in Python; or a scheme that needs no data."
+        )
+
+
+def _main_input(model: Any) -> str:
+    """What a model cannot do without; of one that compares pictures with texts, the pictures."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return "input_ids"
+    name = str(model.main_input_name)
+    has_both = hasattr(model.config, "vision_config") and hasattr(model.config, "text_config")
+    return "pixel_values" if name == "input_ids" and has_both and not model.can_generate() else name
 
 
 def sequence_length(model: nn.Module, asked: int | None) -> int:
