@@ -234,8 +234,13 @@ def say(folder: Path, **entries: Any) -> None:
             f"is a PreTrainedModel by its config.json, and transformers {transformers.__version__} has no such class. "
             "Use a version that has it, or give the model as an object in Python.",
         ),
+        (
+            {"architectures": ["\x1b[2J[bold]x"]},
+            f"is a \\x1b[2J[bold]x by its config.json, and transformers {transformers.__version__} has no such class. "
+            "Use a version that has it, or give the model as an object in Python.",
+        ),
     ],
-    ids=["unknown", "remote", "another type", "no model"],
+    ids=["unknown", "remote", "another type", "no model", "a trick"],
 )
 def test_a_class_that_is_not_there_is_named(llama, entries, words, tmp_path):
     say(llama, **entries)

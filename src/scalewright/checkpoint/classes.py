@@ -18,6 +18,7 @@ _LOADED = (
     transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
+_LONGEST = 100  # characters of a name that are shown
 _WRITING = ("LM", "Generation")  # in the names of classes that write, earlier spellings included
 
 
@@ -34,7 +35,7 @@ def class_for(model: Any, config: Any, *, trust_remote_code: bool) -> Any:
     if found is not None and is_model_of(found, config):
         return found
     if name is not None and not any(each in name for each in _WRITING):
-        raise ModelError(f"{model}: {_why_not(config, name, found, trust_remote_code)}")
+        raise ModelError(f"{model}: {_why_not(config, _printable(name), found, trust_remote_code)}")
     return _auto_of_writers(config)
 
 
@@ -94,6 +95,11 @@ def _why_not(config: Any, name: str, found: Any, trust_remote_code: bool) -> str
         f"is a {name} by its config.json, and transformers {transformers.__version__} has no such class. Use a version "
         "that has it, or give the model as an object in Python."
     )
+
+
+def _printable(name: str) -> str:
+    """A name from a file, which may be anything, as a terminal can show it."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name[:_LONGEST])
 
 
 def _first(names: Any) -> str | None:
