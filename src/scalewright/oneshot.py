@@ -39,6 +39,7 @@ from scalewright.checkpoint.memory import in_bytes, room_for_activations
 from scalewright.checkpoint.parts import Part
 from scalewright.checkpoint.reading import load_checkpoint
 from scalewright.checkpoint.saving import check_output, disk_of, names_of, save_checkpoint
+from scalewright.checkpoint.settings import written_settings
 from scalewright.checkpoint.shelf import Shelf
 from scalewright.checkpoint.verifying import check_draft
 from scalewright.errors import OutputError, RecipeError, StrictError
@@ -127,6 +128,7 @@ class Result:
                 companions=self.companions,
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
+            told["settings"] = written_settings(draft)
             (draft / RUN_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
             source.check_unchanged()
             check_draft(draft, journal.out)

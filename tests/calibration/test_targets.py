@@ -268,6 +268,7 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
 }
+DISTILBERT = {"dim": 64, "hidden_dim": 96, "n_layers": 1, "n_heads": 4}
 
 
 def built(kind: str, auto: type = AutoModelForCausalLM, **more) -> nn.Module:
@@ -284,12 +285,30 @@ def built(kind: str, auto: type = AutoModelForCausalLM, **more) -> nn.Module:
         (built("roberta", is_decoder=True), {"lm_head.dense", "lm_head.decoder"}),
         (built("llama", AutoModelForSequenceClassification), {"score"}),
         (built("roberta", AutoModelForSequenceClassification), {"classifier.dense", "classifier.out_proj"}),
+        (built("distilbert", AutoModelForSequenceClassification, **DISTILBERT), {"pre_classifier", "classifier"}),
+        (
+            built("t5", AutoModelForSequenceClassification),
+            {"classification_head.dense", "classification_head.out_proj"},
+        ),
         (built("bert", AutoModel), set()),
         (nn.ModuleDict({"layers": Block(), "embed_out": nn.Linear(8, 8)}), {"embed_out"}),
         (nn.ModuleDict({"layers": nn.ModuleDict({"output": nn.Linear(8, 8)}), "score": nn.ReLU()}), set()),
         (nn.ModuleDict({"model": nn.ModuleDict({"lm_head": nn.Linear(8, 8)})}), {"model.lm_head"}),
     ],
-    ids=["llama", "neox", "bert", "roberta", "score", "classifier", "none", "by name", "inside", "deep"],
+    ids=[
+        "llama",
+        "neox",
+        "bert",
+        "roberta",
+        "score",
+        "classifier",
+        "two",
+        "within",
+        "none",
+        "by name",
+        "inside",
+        "deep",
+    ],
 )
 def test_the_output_head_is_what_the_model_calls_so_or_what_has_the_name_of_one(model, heads):
     assert output_heads(model) == heads

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from compressed_tensors.utils import get_direct_state_dict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
 from typer.testing import CliRunner
 
 from scalewright.checkpoint.folder import DTYPES
@@ -709,12 +711,15 @@ BROKEN = {
 }
 
 
+MEANT = "Put it back; if that was meant, take it out of 'settings' there."
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_checkpoint_is_found_out(good, name, tmp_path):
     recipe, breaking, count, words = BROKEN[name]
     out = copied(good(recipe)[0], tmp_path / "out")
     breaking(out)
-    found = problems_of(out)
+    found = [each for each in problems_of(out) if not each.endswith(MEANT)]  # with and without a record of settings
     assert re.fullmatch(re.escape(words).replace("…", ".+"), found[0]), found[0]
     assert len(found) == count, found
 
@@ -902,6 +907,185 @@ def test_a_tensor_that_only_the_record_knows_is_missed(tmp_path):
     )
     tensors(lambda state: state.pop("mask"))(out)
     assert problems_of(out) == ["mask: is missing from the files, and was written, by scalewright.json."]
+
+
+# ---- settings that fit every shape -----------------------------------------------------------------------------------
+
+
+def generation(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    return with_json("generation_config.json", change)
+
+
+def heads(number: int) -> Callable[[Any], object]:
+    return lambda found: found.update(
+        num_attention_heads=number, num_key_value_heads=number // 2, head_dim=64 // number
+    )
+
+
+# Recipe; how; the keys that differ, with what they are and what they were.
+CHANGED = {
+    "an angle": (
+        "W4A16",
+        config(lambda found: found["rope_parameters"].update(rope_theta=500000.0)),
+        ["rope_parameters.rope_theta is 500000.0, and was written as 10000.0"],
+    ),
+    "an epsilon": (
+        "W4A16",
+        config(lambda found: found.update(rms_norm_eps=0.1)),
+        ["rms_norm_eps is 0.1, and was written as 1e-06"],
+    ),
+    "other heads of the same size together": (
+        "W4A16",
+        config(heads(8)),
+        [
+            "head_dim is 8, and was written as 16",
+            "num_attention_heads is 8, and was written as 4",
+            "num_key_value_heads is 4, and was written as 2",
+        ],
+    ),
+    "another activation": (
+        "W4A16",
+        config(lambda found: found.update(hidden_act="relu")),
+        ['hidden_act is "relu", and was written as "silu"'],
+    ),
+    "a tie": (
+        "W4A16",
+        config(lambda found: found.update(tie_word_embeddings=True)),
+        ["tie_word_embeddings is true, and was written as false"],
+    ),
+    "another end": (
+        "W4A16",
+        then(
+            config(lambda found: found.update(eos_token_id=7)), generation(lambda found: found.update(eos_token_id=7))
+        ),
+        [
+            "config.json: eos_token_id is 7, and was written as 2",
+            "generation_config.json: eos_token_id is 7, and was written as 2",
+        ],
+    ),
+    "several ends": (
+        "W4A16",
+        generation(lambda found: found.update(eos_token_id=[2, 7])),
+        ["generation_config.json: eos_token_id is [2, 7], and was written as 2"],
+    ),
+    "no beginning": (
+        "W4A16",
+        generation(lambda found: found.pop("bos_token_id")),
+        ["generation_config.json: bos_token_id is gone, and was written as 1"],
+    ),
+    "fewer positions": (
+        "W4A16",
+        config(lambda found: found.update(max_position_embeddings=8)),
+        ["max_position_embeddings is 8, and was written as 32"],
+    ),
+    "another dtype": (
+        "W4A16",
+        config(lambda found: found.update(dtype="bfloat16")),
+        ['dtype is "bfloat16", and was written as "float32"'],
+    ),
+    "true for one": (
+        "W4A16",
+        generation(lambda found: found.update(bos_token_id=True)),
+        ["generation_config.json: bos_token_id is true, and was written as 1"],
+    ),
+    "fewer bits of inputs that are not stored": (
+        "W8A8_DYNAMIC",
+        scheme(lambda group: group["input_activations"].update(num_bits=4)),
+        ["quantization_config.config_groups.group_0.input_activations.num_bits is 4, and was written as 8"],
+    ),
+    "a group of keys that is gone": (
+        "W4A16",
+        config(lambda found: found.pop("rope_parameters")),
+        ['rope_parameters is gone, and was written as {"rope_theta": 10000.0, "rope_type": "default"}'],
+    ),
+    "a long one": (
+        "W4A16",
+        config(lambda found: found.update(hidden_act="x" * 100)),
+        [f'hidden_act is "{"x" * 59}..., and was written as "silu"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_setting_that_is_not_what_was_written_is_named_with_what_it_was(good, name, tmp_path):
+    recipe, breaking, keys = CHANGED[name]
+    out = copied(good(recipe)[0], tmp_path / "out")
+    breaking(out)
+    told = [f"{key if '.json: ' in key else f'config.json: {key}'}, by scalewright.json. {MEANT}" for key in keys]
+    found = problems_of(out)
+    assert found[len(found) - len(told) :] == told
+    if name not in ("a group of keys that is gone", "a long one"):  # of which no model can be built
+        assert len(found) == len(told)
+    for file in ("config.json", "generation_config.json"):  # as the message has it
+        with_json("scalewright.json", lambda told, file=file: told["settings"].pop(file))(out)
+    assert all(not each.endswith(MEANT) for each in problems_of(out))
+
+
+def saved_again(folder: Path) -> None:
+    AutoConfig.from_pretrained(folder).save_pretrained(folder)
+    GenerationConfig.from_pretrained(folder).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        saved_again,
+        config(lambda found: found.update(transformers_version="4.57.1", _name_or_path="me/mine")),
+        config(lambda found: found["quantization_config"].update(version="0.14.0")),
+        config(lambda found: found.update(torch_dtype=found.pop("dtype"))),
+        config(lambda found: found["rope_parameters"].update(rope_theta=10000)),
+        config(lambda found: [found.update({key: found.pop(key)}) for key in sorted(found, reverse=True)]),
+        generation(lambda found: found.update(_from_model_config=False, transformers_version="5")),
+        write("chat_template.jinja", "{{ messages }}"),
+        with_json("scalewright.json", lambda told: told.pop("settings")),
+        then(
+            with_json("scalewright.json", lambda told: told.pop("settings")),
+            config(lambda found: found.update(hidden_act="relu")),
+        ),
+    ],
+    ids=["again", "version", "format", "earlier", "number", "order", "generation", "template", "none", "an older one"],
+)
+def test_what_is_no_other_model_is_not_talked_about(good, change, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    change(out)
+    found = examine(out)
+    assert ([str(each) for each in found.problems], found.notes) == ([], [])
+
+
+def test_settings_that_were_added_are_a_note(good, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    config(lambda found: found.update(sliding_window=4))(out)
+    config(lambda found: found["rope_parameters"].update(factor=2.0))(out)
+    generation(lambda found: found.update(temperature=0.7, do_sample=True))(out)
+    found = examine(out)
+    assert found.problems == []
+    rest = "besides what was written; what that does is not verified."
+    assert found.notes == [
+        f"config.json: has sliding_window, rope_parameters.factor {rest}",
+        f"generation_config.json: has temperature, do_sample {rest}",
+    ]
+
+
+def test_settings_of_generation_that_are_missing_are_missed(good, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    (out / "generation_config.json").unlink()
+    assert problems_of(out) == [
+        "generation_config.json: is missing, and was written, by scalewright.json. Copy the checkpoint again."
+    ]
+
+
+@pytest.mark.parametrize("settings_", [[], 3, {"config.json": 3}, "x", {"no such file": None}])
+def test_a_record_whose_settings_make_no_sense_says_nothing(good, settings_, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    with_json("scalewright.json", lambda told: told.update(settings=settings_))(out)
+    assert problems_of(out) == ["scalewright.json: its settings are no objects by the names of files."]
+
+
+def test_a_record_names_no_other_file(good, tmp_path):
+    (tmp_path / "secret.json").write_text('{"a": 1}')
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    with_json("scalewright.json", lambda told: told["settings"].update({"../secret.json": {"a": 2}}))(out)
+    assert problems_of(out) == []
 
 
 @pytest.mark.parametrize("digests", [None, [], {}, {NORM: 3}, "x", {"no such tensor": None}])
@@ -1092,6 +1276,7 @@ def test_what_is_no_checkpoint_is_an_error(good, tmp_path):
 
 def test_transforms_are_not_verified_and_that_is_said(good, tmp_path):
     out = copied(good("W4A16")[0], tmp_path / "out")
+    with_json("scalewright.json", lambda told: told.pop("settings"))(out)
     config(lambda found: found["quantization_config"].update(transform_config={"config_groups": {}}))(out)
     assert examine(out).notes == []
     rotation = {"type": "hadamard", "apply": []}

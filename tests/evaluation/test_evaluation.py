@@ -520,6 +520,10 @@ def with_one(value: float) -> Bigram:
     return Bigram(table)
 
 
+class OwnModel(LlamaModel):
+    """One of somebody's own, of which only its answer tells what it is."""
+
+
 NOT_FINITE = (
     "Bigram: its logits of 1 of 72 tokens are not finite, or rule out what can come. A weight or a scale in it is "
     "broken."
@@ -531,9 +535,14 @@ MISTAKES = {
     ),
     "no model": (lambda: (None, {}), "model: NoneType is none. Give a module, a folder or a name on the hub."),
     "no logits": (
+        lambda: (OwnModel(llama().config), {}),
+        "OwnModel: OwnModel gives BaseModelOutputWithPast, and no logits [samples, tokens, vocabulary]. Give a model "
+        "that predicts tokens.",
+    ),
+    "no next token": (
         lambda: (LlamaModel(llama().config), {}),
-        "LlamaModel: LlamaModel gives BaseModelOutputWithPast, and no logits [samples, tokens, vocabulary]. Give a "
-        "model that predicts tokens.",
+        "LlamaModel: LlamaModel predicts no next token, so it has neither perplexity nor KL. See what its layers keep "
+        "with `scalewright report`, and compare what it answers on data of your own.",
     ),
     "another tensor": (
         lambda: (Plain(torch.zeros(3, 5)), {}),

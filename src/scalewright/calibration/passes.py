@@ -16,14 +16,16 @@ class Route:
     """Where passes go, so that they can end early.
 
     The first pass that comes to all units shows in which order they are entered and left. Passes that go the same way
-    end where it was last in a unit. No pass goes into the output head, unless its output is to be seen.
+    end where it was last in a unit. No pass goes into the output head, unless its output is to be seen, or there are
+    units behind it in the model: one that has two heads runs the second after the first.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         find: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find()
         is_needed = any(unit.module is head and not unit.is_seen_by_its_input for unit in units)
-        self._head = head if isinstance(head, nn.Module) and not is_needed else None
+        is_last = isinstance(head, nn.Module) and not _is_behind(model, head, [unit.module for unit in units])
+        self._head = head if is_last and not is_needed else None
         self._units = units
         self._now: list[tuple[int, str]] = []
         self._first: list[tuple[int, str]] | None = None
@@ -56,6 +58,13 @@ class Route:
                 raise Enough
 
         return pass_by
+
+
+def _is_behind(model: nn.Module, module: nn.Module, others: Sequence[nn.Module]) -> bool:
+    """Whether one of the others stands behind a module, in the order of the model."""
+    order = list(model.modules())
+    behind = order[order.index(module) + 1 :] if module in order else []
+    return any(each is other for each in behind for other in others)
 
 
 @contextmanager

@@ -31,7 +31,19 @@ from scalewright.modifiers.quantization import Group, QuantizationModifier
 from scalewright.numerics.layout import check_divides, check_groups, check_strategy, strategy_of
 
 QUANTIZABLE = (nn.Linear, nn.Embedding)
-_HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out", "score", "classifier", "qa_outputs", "head")
+_HEADS = (
+    "lm_head",
+    "embed_out",
+    "output_layer",
+    "output",
+    "proj_out",
+    "score",
+    "classifier",
+    "pre_classifier",
+    "classification_head",
+    "qa_outputs",
+    "head",
+)
 _EXACT, _PATTERN, _CLASS = range(3)
 
 

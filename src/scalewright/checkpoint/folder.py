@@ -25,9 +25,9 @@ from scalewright.checkpoint.shards import DTYPES, TensorAt
 from scalewright.errors import ModelError
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-RECIPE, RECORD = "recipe.yaml", "scalewright.json"
+GENERATION, RECIPE, RECORD = "generation_config.json", "recipe.yaml", "scalewright.json"
 BESIDE = (  # what loaders read besides, where it is there
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -60,6 +60,8 @@ class Record:
     layers: Mapping[str, Recorded] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     """Of the tensors that the run has written."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What it has written in other files, by their names."""
 
 
 class BrokenFileError(Exception):
@@ -102,7 +104,9 @@ class Folder:
     def record(self) -> Record:
         """The record of the run; an empty one if there is none, or if it is broken, which is a problem."""
         told = self.json(RECORD)
-        return Record() if told is None else Record(self._layers(told.get("layers")), self._digests(told))
+        if told is None:
+            return Record()
+        return Record(self._layers(told.get("layers")), self._digests(told), self._settings(told))
 
     def _layers(self, layers: Any) -> dict[str, Recorded]:
         found: dict[str, Recorded] = {}
@@ -125,6 +129,16 @@ class Folder:
             self.say(RECORD, "its digests are no texts by the names of tensors.")
             return {}
         return digests
+
+    def _settings(self, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Those that are recorded: runs before there were any have none."""
+        settings = told.get("settings")
+        if settings is None:
+            return {}
+        if not isinstance(settings, dict) or not all(isinstance(each, dict) for each in settings.values()):
+            self.say(RECORD, "its settings are no objects by the names of files.")
+            return {}
+        return settings
 
     def recipe(self) -> Any:
         """What `recipe.yaml` says, as plain data; None if there is none, or if it is broken, which is a problem."""

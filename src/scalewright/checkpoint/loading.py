@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from scalewright.calibration.data import Samples, load_samples
 from scalewright.calibration.hub import hub_asked_once
 from scalewright.calibration.sources import DataOptions
+from scalewright.checkpoint.classes import built_without_weights, class_for
 from scalewright.checkpoint.folder import check_source
 from scalewright.checkpoint.fp8 import block_of, mend, read_as_plain
 from scalewright.errors import DataError, ModelError, ScalewrightError, did_you_mean
@@ -171,7 +172,7 @@ def empty_model(model: str | Path, *, trust_remote_code: bool = False) -> nn.Mod
         if block_of(config) is not None:
             del config.quantization_config
         with torch.device("meta"):
-            built: nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
+            built: nn.Module = built_without_weights(auto, config, trust_remote_code=trust_remote_code)
     return built
 
 
@@ -222,12 +223,33 @@ def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions
         vocab_size=vocabulary_of(model),
         max_positions=positions_of(model),
     )
+    _check_inputs(model, samples.batches)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     samples.batches = [
         {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
         for batch in samples.batches
     ]
     return samples
+
+
+def _check_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Say no to texts for a model of transformers' that is shown pictures or sound, before it stumbles over them."""
+    wanted = _main_input(model)
+    other = next((each for each in batches if wanted not in each and "input_ids" in each), None)
+    if wanted != "input_ids" and other is not None:
+        raise DataError(
+            f"data: {type(model).__name__} is shown {wanted}, and there are none in it, but input_ids. Give batches "
+            f"with {wanted}, in Python; or a scheme that needs no data."
+        )
+
+
+def _main_input(model: Any) -> str:
+    """What a model cannot do without; of one that compares pictures with texts, the pictures."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return "input_ids"
+    name = str(model.main_input_name)
+    has_both = hasattr(model.config, "vision_config") and hasattr(model.config, "text_config")
+    return "pixel_values" if name == "input_ids" and has_both and not model.can_generate() else name
 
 
 def sequence_length(model: nn.Module, asked: int | None) -> int:
@@ -265,16 +287,7 @@ def _config_of(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
 def config_and_class(model: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
     """The configuration of a model, and the class that loads such models."""
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    return config, _auto_for(config)
-
-
-def _auto_for(config: Any) -> Any:
-    """The class that loads models of a configuration."""
-    if getattr(config, "is_encoder_decoder", False):
-        return transformers.AutoModelForSeq2SeqLM
-    if hasattr(config, "vision_config"):
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    return config, class_for(model, config, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

@@ -25,17 +25,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from scalewright.calibration.experts import unfuse_experts
 from scalewright.calibration.loaders import groups_read
 from scalewright.calibration.targets import QUANTIZABLE
+from scalewright.checkpoint.classes import class_called, is_model_of
 from scalewright.checkpoint.folder import CONFIG, Folder, Recorded, first_line, read_tensor, too_many_parts
 from scalewright.checkpoint.formats import Stored, states_tensors, stored_tensors
 from scalewright.checkpoint.loading import in_silence
 from scalewright.checkpoint.problems import Problem
 
 KV_CACHE = "kv_cache_scheme"
-_LOADED = (
-    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
 _STATES = ("q", "k", "v")
 _QUANTISED = re.compile(
     r"(weight_(packed|scale|shape|zero_point|global_scale)|(input|output)_(scale|zero_point|global_scale)|"
@@ -142,7 +138,7 @@ def built_model(folder: Folder, config: Mapping[str, Any]) -> tuple[nn.Module | 
             parsed = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
             if hasattr(parsed, "quantization_config"):
                 del parsed.quantization_config
-            if isinstance(build, type) and not _is_model_of(build, parsed):
+            if isinstance(build, type) and not is_model_of(build, parsed):
                 return None, f"{build.__name__} is no model of the type '{kind}'", True
             with torch.device("meta"):
                 return build(parsed), "", True
@@ -157,17 +153,7 @@ def _model_class(config: Mapping[str, Any]) -> Any:
         return None
     if not names:
         return transformers.AutoModelForCausalLM.from_config
-    found = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model else None
-
-
-def _is_model_of(build: Any, config: Any) -> bool:
-    """Whether a class is one that transformers would load for a configuration, which it tells by its type."""
-    if isinstance(config, build.config_class):
-        return True
-    loaded = (mapping.get(type(config), ()) for mapping in _LOADED)
-    return any(build is each or (isinstance(each, tuple) and build in each) for each in loaded)
+    return class_called(names[0])
 
 
 def _by_model(folder: Folder, model: nn.Module, quantization: QuantizationConfig) -> Structure | None:

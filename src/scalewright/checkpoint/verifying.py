@@ -23,6 +23,7 @@ from scalewright.calibration.hub import folder_in_cache
 from scalewright.checkpoint.folder import (
     BESIDE,
     CONFIG,
+    GENERATION,
     RECORD,
     Folder,
     Record,
@@ -33,6 +34,7 @@ from scalewright.checkpoint.folder import (
 )
 from scalewright.checkpoint.formats import NVFP4, Stored
 from scalewright.checkpoint.problems import Problem
+from scalewright.checkpoint.settings import added_settings, changed_settings
 from scalewright.checkpoint.shards import TensorAt, digest_of
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
@@ -83,16 +85,17 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
-    for file in BESIDE:
-        found.json(file)
+    beside = {file: found.json(file) for file in BESIDE}
+    changed, added = _settings(record, {CONFIG: config, GENERATION: beside[GENERATION]}, found)
     if config is None or quantization is None:
-        return Verification(found.problems, [], len(found.tensors), 0)
+        return Verification([*found.problems, *changed], added, len(found.tensors), 0)
     structure = structure_of(found, config, quantization, record.layers)
     found.problems += structure.problems
     _Check(found, structure, quantization, record, may_be_negative).run()
     if original is not None:
         found.problems += _beside(found, structure, record.layers, original, config)
-    notes = [*structure.notes, *_notes(config["quantization_config"])]
+    found.problems += changed
+    notes = [*structure.notes, *_notes(config["quantization_config"]), *added]
     return Verification(found.problems, notes, len(found.tensors), len(structure.layers))
 
 
@@ -163,6 +166,22 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
             CONFIG, f"says that quantization_status is '{_text(parsed.quantization_status)}', and not 'compressed'."
         )
     return parsed
+
+
+def _settings(
+    record: Record, files: Mapping[str, Mapping[str, Any] | None], folder: Folder
+) -> tuple[list[Problem], list[str]]:
+    """What in some files is not what was written: problems, and notes on what is new."""
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for name, now in files.items():
+        written = record.settings.get(name)
+        if written is not None and now is not None:
+            problems += changed_settings(name, now, written)
+            notes += added_settings(name, now, written)
+        elif written is not None and not (folder.path / name).exists() and name != CONFIG:
+            problems.append(Problem(name, f"is missing, and was written, by {RECORD}. Copy the checkpoint again."))
+    return problems, notes
 
 
 def _sparse_format(quantization: Mapping[str, Any]) -> str | None:

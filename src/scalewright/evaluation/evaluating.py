@@ -35,6 +35,7 @@ from scalewright.evaluation.scoring import (
     Subject,
     WorstSample,
     WorstToken,
+    check_predicts,
     check_same_vocabulary,
     predictions_of,
     prepared,
@@ -122,6 +123,7 @@ def evaluate(
     for number, each in enumerate(given):
         on_step("loading", _name_of(each), number, len(given))
         subject, of_loading = _loaded(each, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        check_predicts(subject)
         subjects.append(subject)
         notes += of_loading
     on_step("loading", subjects[-1].name, len(given), len(given))

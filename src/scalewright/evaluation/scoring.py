@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from scalewright.calibration.sources import first_line
 from scalewright.errors import DataError, ModelError
@@ -170,6 +171,21 @@ def logits_of(subject: Subject, batch: Mapping[str, Any]) -> Tensor:
 def _takes(model: nn.Module, name: str) -> bool:
     parameters = inspect.signature(model.forward).parameters
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def check_predicts(subject: Subject) -> None:
+    """Say no to a model of transformers' that is known to predict no next token, before any data is run.
+
+    Classifiers and the like have other answers; a masked model sees what it is asked for. Of other modules only their
+    answers tell.
+    """
+    model: Any = subject.model
+    is_known = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
+    if is_known and not model.can_generate():
+        raise ModelError(
+            f"{subject.name}: {type(model).__name__} predicts no next token, so it has neither perplexity nor KL. See "
+            "what its layers keep with `scalewright report`, and compare what it answers on data of your own."
+        )
 
 
 def check_same_vocabulary(model: Subject, original: Subject, size: int, original_size: int) -> None:
