@@ -79,14 +79,19 @@ def verify_checkpoint(folder: str | Path, *, against: str | Path | None = None) 
 
 def examine(folder: str | Path, *, against: str | Path | None = None) -> Verification:
     """What `verify_checkpoint` finds, with the figures and notes that belong to it."""
+    return _examined(Path(folder), against=against, beside=BESIDE)
+
+
+def _examined(folder: Path, *, against: str | Path | None = None, beside: Iterable[str]) -> Verification:
+    """The same, with files `beside` the tensors and their configuration."""
     original = None if against is None else _original(Path(against))
-    found = read_folder(Path(folder))
+    found = read_folder(folder)
     config = found.json(CONFIG)
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
-    beside = {file: found.json(file) for file in BESIDE}
-    changed, added = _settings(record, {CONFIG: config, GENERATION: beside[GENERATION]}, found)
+    settings = {CONFIG: config, **{file: found.json(file) for file in beside}}
+    changed, added = _settings(record, settings, found)
     if config is None or quantization is None:
         return Verification([*found.problems, *changed], added, len(found.tensors), 0)
     structure = structure_of(found, config, quantization, record.layers)
@@ -100,8 +105,11 @@ def examine(folder: str | Path, *, against: str | Path | None = None) -> Verific
 
 
 def check_draft(draft: Path, out: Path) -> None:
-    """Say no to a checkpoint that has problems, before it gets the name `out`."""
-    problems = verify_checkpoint(draft)
+    """Say no to a checkpoint that has problems, before it gets the name `out`.
+
+    The files of a tokenizer were written a moment ago by who reads them; they may be as large as a small model.
+    """
+    problems = _examined(draft, beside=(GENERATION,)).problems
     if problems:
         count = f"{len(problems)} problems were" if len(problems) > 1 else "a problem was"
         raise OutputError(
