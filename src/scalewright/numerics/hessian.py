@@ -82,8 +82,9 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: 
         added_C = torch.where(is_dead_C, mean, 0.0) + (mean + doubted_C) * share
         # All in one place, as LAPACK lays columns: of many columns, each copy takes gigabytes.
         lower_CC = torch.empty_like(hessian_CC).T
-        for rows in torch.arange(len(backwards_C), device=backwards_C.device).split(_STRIP):
-            lower_CC[:, rows[0] : rows[-1] + 1] = hessian_CC[backwards_C[rows]][:, backwards_C].T
+        for start in range(0, len(backwards_C), _STRIP):
+            rows = slice(start, start + _STRIP)
+            lower_CC[:, rows] = hessian_CC[backwards_C[rows]][:, backwards_C].T
         lower_CC.diagonal().add_(added_C[backwards_C])
         failed = lower_CC.new_empty((), dtype=torch.int32)
         torch.linalg.cholesky_ex(lower_CC, out=(lower_CC, failed))
