@@ -32,3 +32,29 @@ def test_memory_that_comes_and_goes_is_used_again_and_can_be_given_back():
     first, kept, given_back = (int(each) for each in ran.stdout.split())
     assert kept < first / 5
     assert given_back > kept / 4  # they have to be got again, once
+
+
+WAITS_BETWEEN = """
+import contextlib
+import sys
+import torch
+from scalewright.calibration.scratch import keep_freed, with_pages_of_their_own
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+keep_freed()
+with with_pages_of_their_own() if sys.argv[1] == "apart" else contextlib.nullcontext():
+    before, waiting = resident(), []
+    for _ in range(40):
+        comes, goes = torch.ones(3 << 19), torch.ones(3 << 19)
+        waiting.append(torch.ones(16))
+        del comes, goes
+    print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have rules of their own")
+def test_what_waits_breaks_up_no_room_between_large_tensors_with_pages_of_their_own():
+    ran = subprocess.run([sys.executable, "-c", WAITS_BETWEEN, "apart"], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 8 << 20

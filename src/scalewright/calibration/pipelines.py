@@ -27,7 +27,7 @@ from scalewright.calibration.data import size_of
 from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import LockStep, copied
 from scalewright.calibration.passes import Route, evaluating, without_cache
-from scalewright.calibration.scratch import WaitingRoom, keep_freed
+from scalewright.calibration.scratch import Thrift, WaitingRoom, give_back_freed, keep_freed, with_pages_of_their_own
 from scalewright.calibration.steps import (
     StepsInWords,
     Unit,
@@ -132,6 +132,7 @@ class Calibration:
         self._gallery = Gallery()
         self._streams = Streams(self.model)
         self._is_unquantised = False
+        self._thrift = Thrift()
         # What a rank shows stands for what all of them do.
         times = sum(num_tokens) / max(1, sum(num_tokens[own]))
         self._tokens = [each * times for each in num_tokens[own]]
@@ -156,6 +157,7 @@ class Calibration:
         keep_freed()
         with torch.no_grad(), evaluating(self.model), without_cache(self.model), self._masks.following():
             done = {layer.name: layer for layer in run()}
+        give_back_freed()
         return [done[layer.name] for layer in self.layers]
 
     # ---- the three of them -------------------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ class Calibration:
             alone = [Unit(layer.name, layer.module, [layer]) for layer in todo]
             with self._tapped(todo), Route(self.model, alone).known() as route:
                 for i in range(len(self.batches) if todo else 0):
+                    self._thrift.look()
                     with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                         self._masks.enter(i)
                         self._forward(i)
@@ -300,8 +303,9 @@ class Calibration:
             # Batches that went another way are done, too.
             self._num_shown = sum(each.share for each in units.values()) * sum(self._tokens)
             self._streams.forget(unit.layers)
+            self._gallery.forget()
 
-        with lockstep.running(), self._streams.running():
+        with lockstep.running(), self._streams.running(), with_pages_of_their_own():
             for name, batches in lockstep.steps():
                 unit, waiting = left.pop(name, None), batches
                 if name in modules:  # a block, and no step of one
@@ -321,6 +325,7 @@ class Calibration:
                     waiting = [batch for batch in batches if batch < count]
                 if not left:
                     break
+                give_back_freed()
                 for batch in waiting:
                     lockstep.go_on(batch)
         self._give_up()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from scalewright.errors import OutputError
 
 _SMALL = 1 << 16  # bytes of a tensor that may stay where it is
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as glibc's malloc.h has them
 _FREED = 31 << 20  # with what the allocator adds, just below what it minds
 
 
@@ -94,6 +97,57 @@ def keep_freed() -> None:
     faults and 1.2 s of processor time, and with this 10,000 and 0.8 s.) Other allocators do not mind.
     """
     torch.empty(_FREED, dtype=torch.uint8)
+
+
+@contextmanager
+def with_pages_of_their_own() -> Iterator[None]:
+    """While inside, tensors of 4 MB and more lie in pages of their own, which go back to the system with them.
+
+    Where many tensors wait, those that come and go between them leave gaps that nothing fits into. (2 layers of 1024,
+    GPTQ: 352 MB in use at most, 490 taken for them without this, and 391 with it; with tensors of 1 MB and more 367, at
+    a tenth more time.) glibc alone needs it.
+    """
+    change = getattr(_LIBC, "mallopt", None)
+    if change is None:
+        yield
+        return
+    change(_MMAP_THRESHOLD, 4 << 20)
+    try:
+        yield
+    finally:  # what `keep_freed` led to
+        change(_MMAP_THRESHOLD, 32 << 20)
+        change(_TRIM_THRESHOLD, 64 << 20)
+
+
+@dataclass
+class Thrift:
+    """Gives freed memory back whenever the process has grown by so many bytes since it last did.
+
+    What stays, however small, lies between what comes and goes, and glibc (2.36, at least) then needs a hundred bytes
+    more than a gap has that was left by a tensor of the same size. So the process may grow by the tensors of each batch
+    anew, or by none: that is chance. Where little was freed, looking takes a tenth of a millisecond.
+    """
+
+    step: int = 48 << 20
+    _mark: int | None = None
+
+    def look(self) -> None:
+        """To be called now and then, where few tensors that come and go are there."""
+        now = _resident()
+        if self._mark is None or now < self._mark:
+            self._mark = now
+        elif now > self._mark + self.step:
+            give_back_freed()
+            self._mark = None  # what comes and goes all the time comes back
+
+
+def _resident() -> int:
+    """Bytes of memory that the process has; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as told:
+            return int(told.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 @dataclass

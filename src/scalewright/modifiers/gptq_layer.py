@@ -15,6 +15,7 @@ from scalewright.errors import CalibrationError, NonFiniteError
 from scalewright.modifiers.gptq import Rounding
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.shown import See, Shown
+from scalewright.numerics.apart import zeros_apart
 from scalewright.numerics.gptq import Codebook, corrected, descend, refit, round_columns
 from scalewright.numerics.grids import grid_of
 from scalewright.numerics.hessian import Factor, add_outer_, damped, factor, symmetrize_
@@ -43,9 +44,9 @@ class Hessian:
         self.num_shown = 0
         self.is_of_all_ranks = False
         """Whether it is the sum of those of all ranks. Layers that come later may share it."""
-        self.cross_CC = torch.zeros(columns, columns, device=device) if with_cross else None
-        self.beside_CR = torch.zeros(columns, rows, device=device) if rows else None
-        self._sum_CC = torch.zeros(columns, columns, device=device)
+        self.cross_CC = _zeros(columns, columns, device) if with_cross else None
+        self.beside_CR = _zeros(columns, rows, device) if rows else None
+        self._sum_CC = _zeros(columns, columns, device)
         self._is_symmetric = True
         self._factors: dict[tuple[float, bool], Factor] = {}
 
@@ -348,6 +349,10 @@ def _stored(scale: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> Tens
 def _storable(args: QuantizationArgs, qparams: QParamsDict) -> Callable[[Tensor], Tensor]:
     """The nearest scale that can be stored beside those of `qparams`."""
     return lambda scale: effective_scale(_stored(scale, args, qparams), qparams["global_scale"])
+
+
+def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
+    return zeros_apart((rows, columns), dtype=torch.float32, device=device)
 
 
 def _tokens(shown: Shown) -> Tensor:

@@ -32,6 +32,7 @@ from scalewright.modifiers.quantization import observers_of
 from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import See, Shown, shown_to
 from scalewright.modifiers.storing import Loss, read_back, store
+from scalewright.numerics.apart import copied_apart
 from scalewright.numerics.measure import Noise, signal_to_noise
 from scalewright.observers import Observer
 from scalewright.observers.base import QParamsDict
@@ -506,4 +507,4 @@ def _squares(shown: Shown) -> tuple[Tensor, int]:
 def _sample(shown: Shown) -> Tensor:
     value, mask = shown.value, shown.mask
     tokens = value.reshape(-1, value.shape[-1]) if mask is None else value[mask.bool()]
-    return tokens[:SAMPLE_TOKENS].clone()
+    return copied_apart(tokens[:SAMPLE_TOKENS])

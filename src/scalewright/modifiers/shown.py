@@ -85,6 +85,10 @@ class Gallery:
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
 
+    def forget(self) -> None:
+        """Whoever was to know has been told: what a pass still holds on to needs its Hessian no longer."""
+        self._known.clear()
+
     def show(self, value: Tensor, mask: Callable[[], Tensor | None], *, beside: Tensor | None = None) -> Shown:
         """The tensor with what is known of it; `mask` is asked when it is new."""
         if value.is_inference():  # nobody counts their changes

@@ -135,6 +135,9 @@ class ErrorChart:
         return least_JP, torch.where(is_known_JP, error_JP + slack_JP, torch.inf)
 
 
+_ROWS = 512  # of a table that are computed at a time
+
+
 @lru_cache(maxsize=16)
 def error_chart(
     grid: Grid, norm: float, ratios: tuple[float, ...], *, wobble: float, bins: int, device: str
@@ -148,7 +151,19 @@ def error_chart(
     least = math.floor(grid.low) - 1.0
     bins_per_step = bins // round(grid.high + 1 - least)
     rows = round((grid.high + 1 - least) * bins_per_step) + 1
-    middle_B1 = (least + torch.arange(rows, dtype=torch.float64, device="cpu") / bins_per_step).unsqueeze(1)
+    parts = [  # some rows at a time: what is made on the way takes twenty times what is left of it
+        _error_lines(grid, norm, ratios, wobble, least, bins_per_step, slice(start, min(start + _ROWS, rows)))
+        for start in range(0, rows, _ROWS)
+    ]
+    return ErrorChart(ratios, wobble, Chart(torch.cat(parts).to(device), bins_per_step, least, rows))
+
+
+def _error_lines(
+    grid: Grid, norm: float, ratios: tuple[float, ...], wobble: float, least: float, bins_per_step: int, rows: slice
+) -> Tensor:
+    """Some rows of the table of an error chart, fp32: errors, slack and, if ratios wobble, slopes for each ratio."""
+    steps_B = torch.arange(rows.start, rows.stop, dtype=torch.float64, device="cpu")
+    middle_B1 = (least + steps_B / bins_per_step).unsqueeze(1)
     half = _MARGIN / bins_per_step
     numbers = grid.numbers().double()
     ratio_J = torch.tensor(ratios, dtype=torch.float64, device="cpu")
@@ -175,8 +190,7 @@ def error_chart(
             corner_BJ = (d_BJ + shift_y - off * code_BJ).abs().pow(norm)
             slack_BJ = torch.maximum(slack_BJ, corner_BJ - error_BJ - off * slope_BJ)
     columns = [error_BJ, slack_BJ, slope_BJ] if has_slopes else [error_BJ, slack_BJ]
-    chart = Chart(torch.cat(columns, dim=1).float().to(device), bins_per_step, least, rows)
-    return ErrorChart(ratios, wobble, chart)
+    return torch.cat(columns, dim=1).float()
 
 
 @lru_cache(maxsize=32)

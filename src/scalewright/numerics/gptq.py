@@ -60,7 +60,7 @@ def round_columns(weight_CR: Tensor, factor: Factor, book: Codebook, *, block_si
     order = range(len(weight_CR)) if factor.order_C is None else factor.order_C.tolist()
     target_CR = weight_CR.clone() if factor.order_C is None else weight_CR[factor.order_C]
     diagonal_C = factor.upper_CC.diagonal()
-    rounded_CR, error_CR = torch.empty_like(weight_CR), torch.empty_like(target_CR)
+    rounded_CR, error_CR = torch.empty_like(weight_CR), target_CR  # a column that is rounded is no target any more
     for block in _runs(0, len(target_CR), block_size):
         # Column j: how much of each error of the block it takes over. For all blocks at once it would be another H.
         share_BC = factor.upper_CC[block] / diagonal_C

@@ -80,15 +80,34 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: 
     share = damping
     while True:
         added_C = torch.where(is_dead_C, mean, 0.0) + (mean + doubted_C) * share
-        damped_CC = hessian_CC[backwards_C.unsqueeze(1), backwards_C]
-        damped_CC.diagonal().add_(added_C[backwards_C])
-        lower_CC, failed = torch.linalg.cholesky_ex(damped_CC)
-        del damped_CC  # of many columns, each of these takes gigabytes
+        # All in one place, as LAPACK lays columns: of many columns, each copy takes gigabytes.
+        lower_CC = torch.empty_like(hessian_CC).T
+        for start in range(0, len(backwards_C), _STRIP):
+            rows = slice(start, start + _STRIP)
+            lower_CC[:, rows] = hessian_CC[backwards_C[rows]][:, backwards_C].T
+        lower_CC.diagonal().add_(added_C[backwards_C])
+        failed = lower_CC.new_empty((), dtype=torch.int32)
+        torch.linalg.cholesky_ex(lower_CC, out=(lower_CC, failed))
         if not int(failed) and bool(torch.isfinite(lower_CC.diagonal()).all()):
-            return Factor(lower_CC.flip(0, 1), order_C, share, added_C)
+            return Factor(_turned_round_(lower_CC), order_C, share, added_C)
         if share >= _MOST_DAMPING:
             raise ArithmeticError(f"its Hessian is not positive definite, even with {share:g} of its mean added to it")
         share = max(10 * share, 1e-4)
+
+
+def _turned_round_(x_CC: Tensor) -> Tensor:
+    """Rows and columns in the opposite order, in their place; `x_CC` lies column by column."""
+    columns_CC = x_CC.T
+    for start in range(0, len(columns_CC) // 2, _STRIP):
+        stop = min(start + _STRIP, len(columns_CC) // 2)
+        first, last = columns_CC[start:stop], columns_CC[len(columns_CC) - stop : len(columns_CC) - start]
+        kept = first.flip(0, 1)
+        first.copy_(last.flip(0, 1))
+        last.copy_(kept)
+    if len(columns_CC) % 2:
+        middle = columns_CC[len(columns_CC) // 2]
+        middle.copy_(middle.flip(0))
+    return x_CC
 
 
 @contextmanager
