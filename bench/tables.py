@@ -18,7 +18,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 CHART = PAGE.parent / "accuracy.svg"
 BEGIN, END = "<!-- begin: generated -->", "<!-- end: generated -->"
-TOPICS = ("search", "minmax", "growth", "runs", "accuracy")
+NAMES = {
+    "search": "searches",
+    "minmax": "min-max",
+    "growth": "growth",
+    "runs": "whole runs",
+    "accuracy": "accuracy",
+}
+TOPICS = tuple(NAMES)
 OTHERS = ("vllm", "solving", "budget", "memory", "ranks")
 LABELS = ("case", "observer", "strategy", "weights", "dtype", "millions", "scheme", "side", "contestant")
 MODEL_WEIGHTS = 7e9  # in the Linear layers of an 8B model
@@ -60,11 +67,9 @@ def _rounded(value: Any) -> Any:
 def markdown(results: Mapping[str, Row]) -> str:
     """All tables, from the results of each topic."""
     search, minmax, growth, runs, accuracy = (results[topic]["rows"] for topic in TOPICS)
-    machines = [results[topic]["machine"] for topic in TOPICS if results[topic]["rows"]]
     rows = [*search, *minmax, *growth, *runs, *accuracy]
     parts = [
-        _measured_on(machines[0], rows) if machines else "Nothing was measured yet.",
-        *([] if all(each == machines[0] for each in machines) else ["**The topics come from different machines.**"]),
+        *_measured_on(results),
         *(
             ["`~` marks figures of a quick run: one turn each, or few samples."]
             if any(row["quick"] for row in rows)
@@ -87,15 +92,24 @@ def markdown(results: Mapping[str, Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _measured_on(machine: Row, rows: Sequence[Row]) -> str:
-    ours, peer = (
-        ", ".join(f"{name} {version}" for name, version in machine[side].items()) for side in ("ours", "peer")
-    )
-    days = sorted({row["date"] for row in rows})
-    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
-    return (
-        f"Measured {when}: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Ours: {ours}. Peer: {peer}."
-    )
+def _measured_on(results: Mapping[str, Row]) -> list[str]:
+    """When and on what the topics were measured; which of them, where machines differ."""
+    topics = [topic for topic in TOPICS if results[topic]["rows"]]
+    by_machine = {json.dumps(results[topic]["machine"]): results[topic]["machine"] for topic in topics}
+    lines = []
+    for machine in by_machine.values():
+        own = [topic for topic in topics if results[topic]["machine"] == machine]
+        ours, peer = (
+            ", ".join(f"{name} {version}" for name, version in machine[side].items()) for side in ("ours", "peer")
+        )
+        days = sorted({row["date"] for topic in own for row in results[topic]["rows"]})
+        when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+        what = "" if len(by_machine) == 1 else f" ({', '.join(NAMES[topic] for topic in own)})"
+        lines.append(
+            f"Measured {when}{what}: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Ours: {ours}. "
+            f"Peer: {peer}."
+        )
+    return lines or ["Nothing was measured yet."]
 
 
 def _problems(rows: Sequence[Row]) -> list[str]:

@@ -108,6 +108,17 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     assert "| 0.8000 | 0.6000 | **0.7500** | +1.23% |  | 3 MB | 3 MB |" in lines
     assert "| r | M | 6.00 s | 2.00 s | **3.0x** | 5 MB | 5 MB | +0.5000 | +0.2500 |" in lines
     assert lines.count("Not measured.") == 8
+    told = "1 cores, S. Ours: a 1. Peer: b 2."
+    assert f"Measured on 2020-01-01: C, {told}" in lines
+    other = {**machine, "cpu": "D"}
+    lines = tables.markdown(
+        {
+            **dict.fromkeys(tables.TOPICS, nothing),
+            **{"search": {"machine": machine, "rows": [row]}, "runs": {"machine": other, "rows": [run]}},
+        }
+    )
+    assert f"Measured on 2020-01-01 (searches): C, {told}" in lines
+    assert f"Measured on 2020-01-01 (whole runs): D, {told}" in lines
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
     served |= {"loss_vllm": 1.5, "loss_transformers": 1.25}
     lines = tables.markdown({**dict.fromkeys(tables.TOPICS, nothing), "vllm": {"rows": [served]}})
