@@ -183,7 +183,6 @@ class Calibration:
             alone = [Unit(layer.name, layer.module, [layer]) for layer in todo]
             with self._tapped(todo), Route(self.model, alone).known() as route:
                 for i in range(len(self.batches) if todo else 0):
-                    self._thrift.look()
                     with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
                         self._masks.enter(i)
                         self._forward(i)
@@ -325,7 +324,7 @@ class Calibration:
                     waiting = [batch for batch in batches if batch < count]
                 if not left:
                     break
-                give_back_freed()
+                self._thrift.look()
                 for batch in waiting:
                     lockstep.go_on(batch)
         self._give_up()

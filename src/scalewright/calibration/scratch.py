@@ -104,8 +104,8 @@ def with_pages_of_their_own() -> Iterator[None]:
     """While inside, tensors of 4 MB and more lie in pages of their own, which go back to the system with them.
 
     Where many tensors wait, those that come and go between them leave gaps that nothing fits into. (2 layers of 1024,
-    GPTQ: 352 MB in use at most, 490 taken for them without this, and 391 with it; with tensors of 1 MB and more 367, at
-    a tenth more time.) glibc alone needs it.
+    GPTQ: 352 MB in use at most, 490 taken for them without this, and 391 to 398 with it; with tensors of 1 MB and more
+    367, at a tenth more time.) glibc alone needs it.
     """
     change = getattr(_LIBC, "mallopt", None)
     if change is None:
