@@ -397,17 +397,15 @@ def run_all(
     quick: bool,
     console: Console,
     busy: bool = False,
-    cpu: str | None = None,
+    marks: Row | None = None,
 ) -> list[str]:
     """Measure all cases, writing results after each; returns the problems met.
 
-    `cpu` is this machine's, if `machine` may be another one, on which the rows that are kept were measured.
+    Each row gets the `marks`.
     """
     rows = {tables.key_of(row): row for row in kept}
     order = {tables.key_of(case.labels): number for number, case in enumerate(all_cases())}
     problems = []
-    marks: Row = {"busy": True} if busy else {}
-    marks |= {} if cpu in (None, machine["cpu"]) else {"cpu": cpu}
     for model, own in groupby(cases, key=lambda case: case.model):
         with tempfile.TemporaryDirectory(prefix="bench-accuracy-") as scratch:
             try:
@@ -427,7 +425,11 @@ def run_all(
                     problems.append(found["problem"])
                 row = {**case.labels, **found, "num_samples": len(subject.calibration), "group_size": model.group_size}
                 row |= {"num_tokens": judge.num_tokens, "perplexity_before": judge.perplexity, "threads": threads}
-                row |= {"date": date.today().isoformat(), "quick": quick} | marks
+                row |= (
+                    {"date": date.today().isoformat(), "quick": quick}
+                    | (marks or {})
+                    | ({"busy": True} if busy else {})
+                )
                 rows[tables.key_of(row)] = row
                 tables.write_results("accuracy", machine, [rows[key] for key in sorted(rows, key=order.__getitem__)])
                 console.print(line_about(row, list(rows.values())), highlight=False)
@@ -523,16 +525,18 @@ def main() -> int:
             side: stack.enter_context(Worker(python, side, folder / f"{side}.log")) for side, python in pythons.items()
         }
         machine = machine_of(workers)
-    first = results["machine"] or machine
-    if is_partial and any(first[side] != machine[side] for side in pythons):
-        parser.error("bench/results/accuracy.json comes from other versions. Run without --only and --missing.")
+    first = results["machine"] if is_partial else None
+    try:
+        marks = tables.elsewhere(first, machine)
+    except ValueError as error:
+        parser.error(f"the rows of bench/results/accuracy.json {error}. Run without --only and --missing.")
     try:
         problems = run_all(
             cases,
             pythons,
-            first if is_partial else machine,
+            first or machine,
             kept,
-            cpu=machine["cpu"],
+            marks=marks,
             smollm2=options.smollm2.resolve(),
             threads=options.threads,
             quick=options.quick,

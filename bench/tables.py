@@ -48,6 +48,17 @@ def read_results(topic: str) -> dict[str, Any]:
     return {"machine": None, "rows": [], **results}
 
 
+def elsewhere(first: Row | None, machine: Row) -> Row:
+    """What a row says of the machine it was measured on, if that is not the one of most rows; ValueError if the
+    software is not the same.
+    """
+    if first is None or first == machine:
+        return {}
+    if any(first[side] != machine[side] for side in ("ours", "peer")):
+        raise ValueError("come from other versions")
+    return {"cpu": machine["cpu"]}
+
+
 def write_results(topic: str, machine: Row, rows: Iterable[Row]) -> None:
     """Write a result file, with figures cut to what can be meant."""
     RESULTS.mkdir(exist_ok=True)
@@ -246,7 +257,7 @@ def _accuracy_table(rows: Sequence[Row]) -> str:
         name, is_ours = f"{row['side']} `{row['contestant']}`{'~' if row['quick'] else ''}", row["side"] == "ours"
         cells = [row["scheme"], f"**{name}**" if is_ours else name, _digits(row["kl"])]
         cells += [f"**{ratio}**" if is_ours and ratio else ratio, f"{row['perplexity']:.3f}", f"{row['top1']:.1%}"]
-        lines.append([*cells, f"{rough(row)}{_seconds(row['seconds'])}"])
+        lines.append([*cells, f"{marks(row)}{_seconds(row['seconds'])}"])
     return _table(["scheme", "contestant", "KL", "/ best peer", "perplexity", "top-1", "seconds"], lines)
 
 
@@ -383,9 +394,10 @@ def _range(values: Sequence[float], unit: str = "") -> str:
     return f"**{' to '.join(_in_order(ends))}{unit}**"
 
 
-def rough(row: Row) -> str:
-    """What stands before seconds of a run that other work ran beside, or that was on another machine."""
-    return ("† " if "cpu" in row else "") + ("≈ " if row.get("busy") else "")
+def marks(row: Row) -> str:
+    """What stands before the seconds of a row: that it was on another machine, or that other work ran beside."""
+    beside = "‡ " if row.get("clock") == "processor" else "≈ " if row.get("busy") else ""
+    return ("† " if "cpu" in row else "") + beside
 
 
 def _seconds(value: float) -> str:

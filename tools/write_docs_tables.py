@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `bench`, however this is started
+
+from bench import tables
+
 from scalewright.modifiers.schemes import scheme_rows
 from scalewright.observers.catalog import observers_markdown
 
@@ -80,8 +84,8 @@ def _qualities() -> str:
     told = ", ".join(f"{name} with {_threads(results['rows'], name)}" for name in models)
     terms = (
         f"KL divergence from the unquantised model, and seconds of the whole run ({told}); beside llm-compressor "
-        f"{peer_version}, on the same data. Less is better; ≈ where other work ran beside, † on another "
-        f"machine. Measured {_span(days)}."
+        f"{peer_version}, on the same data. Less is better; ≈ where other work ran beside, ‡ seconds "
+        f"of the processor then, † on another machine. Measured {_span(days)}."
     )
     return f"{terms}\n\n" + _table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
@@ -122,7 +126,7 @@ def _results(topic: str) -> dict[str, Any]:
 def _kl(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"{row['kl']:.3g} ({'† ' if 'cpu' in row else ''}{'≈ ' if row.get('busy') else ''}{row['seconds']:.0f} s)"
+    return f"{row['kl']:.3g} ({tables.marks(row)}{row['seconds']:.0f} s)"
 
 
 def _span(days: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from scalewright.calibration import scratch
+
 COMES_AND_GOES = """
 import resource
 import torch
@@ -35,8 +37,6 @@ def test_memory_that_comes_and_goes_is_used_again_and_can_be_given_back():
 
 
 WAITS_BETWEEN = """
-import contextlib
-import sys
 import torch
 from scalewright.calibration.scratch import keep_freed, with_pages_of_their_own
 
@@ -44,7 +44,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 keep_freed()
-with with_pages_of_their_own() if sys.argv[1] == "apart" else contextlib.nullcontext():
+with with_pages_of_their_own():
     before, waiting = resident(), []
     for _ in range(40):
         comes, goes = torch.ones(3 << 19), torch.ones(3 << 19)
@@ -56,5 +56,16 @@ with with_pages_of_their_own() if sys.argv[1] == "apart" else contextlib.nullcon
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have rules of their own")
 def test_what_waits_breaks_up_no_room_between_large_tensors_with_pages_of_their_own():
-    ran = subprocess.run([sys.executable, "-c", WAITS_BETWEEN, "apart"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", WAITS_BETWEEN], capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 8 << 20
+
+
+def test_memory_is_given_back_when_the_process_has_grown_and_not_before(monkeypatch):
+    given_back = []
+    monkeypatch.setattr(scratch, "give_back_freed", lambda: given_back.append(1))
+    thrift, seen = scratch.Thrift(step=10), []
+    for resident in (100, 108, 111, 109, 118, 120, 90, 99, 101):
+        monkeypatch.setattr(scratch, "_resident", lambda now=resident: now)
+        thrift.look()
+        seen.append(len(given_back))
+    assert seen == [0, 0, 1, 1, 1, 2, 2, 2, 3]

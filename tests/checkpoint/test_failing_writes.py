@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalewright import oneshot
+from scalewright.checkpoint import journal as journal_module
 from scalewright.checkpoint import saving as saving_module
 from scalewright.checkpoint.outputs import check_output_file, write_file
 from scalewright.errors import OutputError
@@ -147,6 +149,29 @@ def test_a_full_disk_is_said_with_what_to_do(tmp_path):
         f"{out}: cannot be written (No space left on device). Finished layers are kept in {out}.partial. Mend that, "
         "and run the same again to go on."
     )
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 3])
+def test_a_disk_that_is_full_within_a_layer_loses_no_other(tmp_path, monkeypatch, fails_at):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    oneshot(plain(), output_dir=expected, scheme="W8A8_DYNAMIC")
+    write, calls = journal_module._Hashed.write, []
+
+    def full(self, data):
+        calls.append(len(data))
+        if len(calls) == 5 + fails_at:  # the first layer took four: its header, and three tensors
+            write(self, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(journal_module._Hashed, "write", full)
+    with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+        oneshot(plain(), output_dir=out, scheme="W8A8_DYNAMIC")
+    monkeypatch.undo()
+    lines = (tmp_path / "out.partial" / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line).get("layer") for line in lines] == [None, "0"]
+    oneshot(plain(), output_dir=out, scheme="W8A8_DYNAMIC")
+    assert contents(out) == contents(expected)
 
 
 def test_what_waits_in_files_needs_room_too(tmp_path, monkeypatch):

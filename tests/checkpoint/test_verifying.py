@@ -1059,6 +1059,10 @@ def test_settings_that_were_added_are_a_note(good, tmp_path):
     generation(lambda found: found.update(temperature=0.7, do_sample=True))(out)
     found = examine(out)
     assert found.problems == []
+    config(lambda told: told.update({f"{'x' * 100}{each:02}": 0 for each in range(12)}))(out)
+    assert (
+        f"{'x' * 60}..., " in examine(out).notes[0] and " and 4 more besides what was written" in examine(out).notes[0]
+    )
     rest = "besides what was written; what that does is not verified."
     assert found.notes == [
         f"config.json: has sliding_window, rope_parameters.factor {rest}",

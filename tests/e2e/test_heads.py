@@ -220,6 +220,11 @@ def say(folder: Path, **entries: Any) -> None:
             "Use a version that has it, or give the model as an object in Python.",
         ),
         (
+            {"architectures": ["InternLM2ForRewardModel"]},
+            f"is a InternLM2ForRewardModel by its config.json, and transformers {transformers.__version__} has no such "
+            "class. Use a version that has it, or give the model as an object in Python.",
+        ),
+        (
             {"architectures": ["MyReward"], "auto_map": {"AutoModel": "modeling_mine.MyReward"}},
             "is a MyReward by its config.json, whose code came with it. Allow remote code if you trust it, or give "
             "the model as an object in Python.",
@@ -240,7 +245,7 @@ def say(folder: Path, **entries: Any) -> None:
             "Use a version that has it, or give the model as an object in Python.",
         ),
     ],
-    ids=["unknown", "remote", "another type", "no model", "a trick"],
+    ids=["unknown", "a language model by its name", "remote", "another type", "no model", "a trick"],
 )
 def test_a_class_that_is_not_there_is_named(llama, entries, words, tmp_path):
     say(llama, **entries)
@@ -269,6 +274,22 @@ def test_names_that_are_none_are_refused_in_words_or_passed_over(names, llama):
     with pytest.raises(ModelError) as caught:
         load_model(llama)
     assert str(caught.value).startswith(f"{llama}: ")
+
+
+def test_a_model_that_may_be_shown_pictures_is_calibrated_with_texts_alone():
+    torch.manual_seed(0)
+    texts = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+    seen = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, **PIXELS}
+    config = transformers.Gemma3Config(text_config=texts, vision_config=seen, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForSequenceClassification(config).eval()
+    ignore = ["score", "re:.*vision_tower.*", "re:.*multi_modal.*"]
+    recipe = {"QuantizationModifier": {"scheme": "W8A8", "targets": ["Linear"], "ignore": ignore}}
+    assert len(oneshot(model, recipe=recipe, dataset=[text(1)]).layers) == 14
+
+
+def test_a_class_of_transformers_is_taken_where_the_code_that_came_with_it_is_another(llama):
+    say(llama, auto_map={"AutoModel": "modeling_mine.Mine"})
+    assert type(empty_model(llama, trust_remote_code=True)).__name__ == "LlamaForSequenceClassification"
 
 
 def test_code_that_came_with_a_model_is_run_only_if_that_is_allowed(llama, tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ def test_rows_are_sorted_by_scheme_and_kl_beside_the_best_peer(tables: ModuleTyp
         row_of("W4A16", "peer", "memoryless_minmax", 0.15),
         row_of("W4A16", "ours", "best", 0.03, quick=True),
         row_of("W3A16", "ours", "best", 1.5, seconds=0.25, busy=True, cpu="D"),
+        row_of("W3A16", "peer", "mse", 2.5, seconds=3.0, busy=True, clock="processor"),
         row_of("unquantised", "none", "bf16", 0.000371),
         {"weights": "M", "scheme": "W3A16", "side": "peer", "contestant": "GPTQ", "problem": "M: it broke"},
     ]
@@ -73,7 +74,8 @@ def test_rows_are_sorted_by_scheme_and_kl_beside_the_best_peer(tables: ModuleTyp
         "| W4A16 | **ours `best`~** | 0.0300 | **0.60** | 7.500 | 87.5% | 2.00 s |",
         "| W4A16 | peer `GPTQ` | 0.0500 | 1.00 | 7.500 | 87.5% | 2.00 s |",
         "| W4A16 | peer `memoryless_minmax` | 0.150 | 3.00 | 7.500 | 87.5% | 2.00 s |",
-        "| W3A16 | **ours `best`** | 1.50 |  | 7.500 | 87.5% | † ≈ 250 ms |",
+        "| W3A16 | **ours `best`** | 1.50 | **0.60** | 7.500 | 87.5% | † ≈ 250 ms |",
+        "| W3A16 | peer `mse` | 2.50 | 1.00 | 7.500 | 87.5% | ‡ 3.00 s |",
     ]
     terms = (
         "**M**, groups of 32: 128 samples, 19,207 tokens judged, 2 threads. "
@@ -299,7 +301,7 @@ def test_a_row_that_fails_is_a_problem_and_the_next_one_is_measured(
     with Console().capture():
         problems = accuracy.run_all(
             *(cases, {"ours": "python"}, MACHINE, kept),
-            **{"cpu": "D", "smollm2": Path(), "threads": 1, "quick": False, "console": Console()},
+            **{"marks": {"cpu": "D"}, "smollm2": Path(), "threads": 1, "quick": False, "console": Console()},
         )
     assert problems == ["stories15M, W4A16, ours, balanced: ImportError: no 'quality' in x.py"]
     rows = tables.read_results("accuracy")["rows"]

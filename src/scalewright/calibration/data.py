@@ -337,6 +337,14 @@ def _batch_of(number: int, row: Any, name: str) -> dict[str, Any]:
     )
 
 
+def no_texts(model: object, wanted: str) -> DataError:
+    """What is said of texts for a model that is shown pictures or sound."""
+    return DataError(
+        f"data: {type(model).__name__} is shown {wanted}, and there are none in it, but input_ids. Give batches with "
+        f"{wanted}, in Python; or a scheme that needs no data."
+    )
+
+
 def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Samples and tokens of a batch; padding does not count."""
     mask = batch.get("attention_mask")

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from scalewright.calibration.data import size_of
+from scalewright.calibration.data import no_texts, size_of
 from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import LockStep, copied
 from scalewright.calibration.passes import Route, evaluating, without_cache
@@ -145,6 +145,7 @@ class Calibration:
             layer.has_weight_alone = is_alone and self.weights is None  # a file has it, too
             layer.chosen_tokens = partial(self._masks.chosen_of, layer.module)
         parameters = inspect.signature(self.model.forward).parameters
+        self._takes_pictures = "pixel_values" in parameters
         self._takes_masks = "attention_mask" in parameters or any(
             each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters.values()
         )
@@ -446,8 +447,12 @@ class Calibration:
             inputs.pop("attention_mask", None)
         try:
             self.model(**inputs)
-        except ValueError as error:
-            if isinstance(error, ScalewrightError) or not self._lacks_answers(inputs):
+        except (ValueError, AttributeError, TypeError) as error:
+            if isinstance(error, ScalewrightError):
+                raise
+            if self._takes_pictures and "pixel_values" not in inputs:  # nothing was amiss, if it can do without
+                raise no_texts(self.model, "pixel_values") from error
+            if not isinstance(error, ValueError) or not self._lacks_answers(inputs):
                 raise
             raise DataError(
                 f"data: {type(self.model).__name__} writes answers, and there are none in it. Give batches with "

@@ -7,6 +7,7 @@ would give a classifier a head of random numbers.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import transformers
@@ -19,7 +20,7 @@ _LOADED = (
     transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 _LONGEST = 100  # characters of a name that are shown
-_WRITING = ("LM", "Generation")  # in the names of classes that write, earlier spellings included
+_WRITING = re.compile(r"(CausalLM|LMHead\w*|ConditionalGeneration)$")  # classes that write, earlier spellings included
 
 
 def class_for(model: Any, config: Any, *, trust_remote_code: bool) -> Any:
@@ -28,13 +29,14 @@ def class_for(model: Any, config: Any, *, trust_remote_code: bool) -> Any:
     Where none is named, or one by an earlier name, it is the auto class of models that write.
     """
     name = _first(getattr(config, "architectures", None))
-    with_code = _auto_with_code(config, name) if trust_remote_code else None
-    if with_code is not None:
-        return with_code
+    places = _places_of_code(config) if trust_remote_code else {}
+    named = next((key for key, place in places.items() if name and place.rpartition(".")[2] == name), None)
+    if named is not None:
+        return getattr(transformers, named, None)
     found = class_called(name)
     if found is not None and is_model_of(found, config):
         return found
-    if name is not None and not any(each in name for each in _WRITING):
+    if name is not None and not places and not _WRITING.search(name):
         raise ModelError(f"{model}: {_why_not(config, _printable(name), found, trust_remote_code)}")
     return _auto_of_writers(config)
 
@@ -61,15 +63,11 @@ def built_without_weights(build: Any, config: Any, *, trust_remote_code: bool) -
     return build._from_config(config)  # as the auto classes do, in the dtype of the configuration
 
 
-def _auto_with_code(config: Any, name: str | None) -> Any:
-    """The auto class by which the code that came with a model is found."""
+def _places_of_code(config: Any) -> dict[str, str]:
+    """Where the code that came with a model is, by the auto classes that find it."""
     places = getattr(config, "auto_map", None)
-    autos = {key: place for key, place in (places or {}).items() if key.startswith("AutoModel")}
-    if not autos:
-        return None
-    named = (key for key, place in autos.items() if name and str(place).rpartition(".")[2] == name)
-    found = next(named, None)
-    return _auto_of_writers(config) if found is None else getattr(transformers, found, None)
+    found = places.items() if isinstance(places, dict) else ()
+    return {key: str(place) for key, place in found if key.startswith("AutoModel")}
 
 
 def _auto_of_writers(config: Any) -> Any:

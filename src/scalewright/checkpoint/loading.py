@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
@@ -15,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from scalewright.calibration.data import Samples, load_samples
+from scalewright.calibration.data import Samples, load_samples, no_texts
 from scalewright.calibration.hub import hub_asked_once
 from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.classes import built_without_weights, class_for
@@ -233,23 +234,12 @@ def samples_for(model: nn.Module, dataset: Any, options: DataOptions, companions
 
 
 def _check_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Say no to texts for a model of transformers' that is shown pictures or sound, before it stumbles over them."""
-    wanted = _main_input(model)
-    other = next((each for each in batches if wanted not in each and "input_ids" in each), None)
-    if wanted != "input_ids" and other is not None:
-        raise DataError(
-            f"data: {type(model).__name__} is shown {wanted}, and there are none in it, but input_ids. Give batches "
-            f"with {wanted}, in Python; or a scheme that needs no data."
-        )
-
-
-def _main_input(model: Any) -> str:
-    """What a model cannot do without; of one that compares pictures with texts, the pictures."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        return "input_ids"
-    name = str(model.main_input_name)
-    has_both = hasattr(model.config, "vision_config") and hasattr(model.config, "text_config")
-    return "pixel_values" if name == "input_ids" and has_both and not model.can_generate() else name
+    """Say no to texts for a model of transformers' that takes none, before it stumbles over them."""
+    if not isinstance(model, transformers.PreTrainedModel) or model.main_input_name == "input_ids":
+        return
+    takes_texts = "input_ids" in inspect.signature(model.forward).parameters
+    if not takes_texts and any("input_ids" in each for each in batches):
+        raise no_texts(model, str(model.main_input_name))
 
 
 def sequence_length(model: nn.Module, asked: int | None) -> int:

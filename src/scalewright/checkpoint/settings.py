@@ -19,6 +19,7 @@ from scalewright.checkpoint.problems import Problem
 _OF_NO_ACCOUNT = {"transformers_version", "_name_or_path", "_from_model_config", "quantization_config.version"}
 _EARLIER = {"torch_dtype": "dtype"}
 _LONGEST = 60  # characters of a value that are shown
+_MOST = 10  # new keys that are named
 _NONE = object()
 
 _Values = Mapping[str, Any]
@@ -47,7 +48,9 @@ def added_settings(file: str, now: _Values, written: _Values) -> list[str]:
     new = [key for key, _, before in _differences(now, written) if before is _NONE]
     if not new:
         return []
-    return [str(Problem(file, f"has {', '.join(new)} besides what was written; what that does is not verified."))]
+    shown = ", ".join(each if len(each) <= _LONGEST else f"{each[:_LONGEST]}..." for each in new[:_MOST])
+    more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""
+    return [str(Problem(file, f"has {shown}{more} besides what was written; what that does is not verified."))]
 
 
 def _differences(now: _Values, written: _Values) -> Iterator[tuple[str, Any, Any]]:

@@ -93,7 +93,7 @@ class TensorHere:
 
     def chunks(self) -> Iterator[memoryview]:
         """Its bytes, all at once: they are here already."""
-        flat = self.tensor.detach().cpu().reshape(-1)
+        flat = self.tensor.detach().resolve_neg().cpu().reshape(-1)
         raw = flat.view(torch.uint8)
         if sys.byteorder == "big":  # files are little-endian
             raw = raw.reshape(-1, flat.element_size()).flip(1).reshape(-1)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scalewright.errors import MergeError
-from scalewright.numerics.apart import copied_apart
 
 if TYPE_CHECKING:
     from scalewright.observers.base import Observer
@@ -36,8 +35,6 @@ Rule = Literal["min", "max", "sum", "first", "decayed", "derived"]
 # R ranks, S statistics of all observers in a row.
 
 _MAX_DIMS = 8
-_ENDS = ("min_vals", "max_vals")
-_LARGE = 1 << 14  # elements of a table, to which nobody else may hold on
 _NEUTRAL = {"min": torch.inf, "max": -torch.inf, "sum": 0, "first": 0, "decayed": 0}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +45,6 @@ def merge_statistics(into: Observer, other: Observer) -> None:
     other.settle()
     decay = other.decay_by(_statistics(other))
     merged: dict[str, Tensor] = {}
-    tables: list[tuple[Tensor, Tensor]] = []
     for name, rule in into.merge_rules.items():
         mine, theirs = _statistic(into, name), _statistic(other, name)
         if theirs is None:
@@ -60,20 +56,12 @@ def merge_statistics(into: Observer, other: Observer) -> None:
             )
         if rule == "derived":
             continue
-        if mine is None:
-            merged[name] = copied_apart(theirs)
-        elif rule == "sum" and mine.dtype == theirs.dtype and mine.numel() >= _LARGE:
-            tables.append((mine, theirs))
-        else:
-            merged[name] = _combine(rule, mine, theirs.to(mine.device), decay)
-    for mine, theirs in tables:  # in their place: new ones for each batch would lie scattered among its values
-        mine.add_(theirs.to(mine.device))
+        merged[name] = theirs.clone() if mine is None else _combine(rule, mine, theirs.to(mine.device), decay)
     if merged:
         merged |= into.derived({**_statistics(into), **merged})
     unchanged = _is_unchanged(into, merged)
     for name, value in merged.items():
-        if not (unchanged and name in _ENDS and _is_same_kind(getattr(into, name), value)):
-            setattr(into, name, value)
+        setattr(into, name, value)
     into.num_observed += other.num_observed
     into._observed_dtype = join_dtypes(into._observed_dtype, other._observed_dtype)
     decay = other.decay_by(other._synced)
@@ -345,10 +333,6 @@ def _is_unchanged(observer: Observer, merged: dict[str, Tensor]) -> bool:
         return False
     after = (merged.get("min_vals", before[0]), merged.get("max_vals", before[1]))
     return all(torch.equal(old.float(), new.float()) for old, new in zip(before, after, strict=True))
-
-
-def _is_same_kind(one: object, other: Tensor) -> bool:
-    return isinstance(one, Tensor) and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
