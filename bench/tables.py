@@ -90,9 +90,9 @@ def markdown(results: Mapping[str, Row]) -> str:
         *("### At a glance", _glance_table(_sound(search))),
         *("### Searches: seconds", _seconds_table(_sound(search))),
         *("### Searches: what is lost, and memory", _error_table(_sound(search))),
-        *("### Min-max", _minmax_table(_sound(minmax))),
+        *("### Min-max", *_elsewhere_in_words(minmax), _minmax_table(_sound(minmax))),
         *("### How time grows", _growth_table(_sound(growth), _sound(search))),
-        *("### Whole runs", _runs_table(_sound(runs))),
+        *("### Whole runs", *_elsewhere_in_words(runs), _runs_table(_sound(runs))),
         *("### Accuracy", *_accuracy(_sound(accuracy))),
         *("### GPTQ: solving alone", _solving_table(results.get("solving", {}))),
         *("### A budget of bits", _budget_table(results.get("budget", {}))),
@@ -177,7 +177,7 @@ def _minmax_table(rows: Sequence[Row]) -> str:
         cells = [
             f"`{row['observer']}`{'~' if row['quick'] else ''}",
             row["strategy"],
-            f"{row['weights']} {row['dtype']}",
+            f"{marks(row)}{row['weights']} {row['dtype']}",
         ]
         for threads in ("1", "2"):
             seconds = row["seconds"][threads]
@@ -210,13 +210,19 @@ def _runs_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         sides = [row["peer"], row["ours"]]
-        cells = [_case(row), row["weights"], *(_seconds(side["seconds"]) for side in sides)]
+        cells = [_case(row), f"{marks(row)}{row['weights']}", *(_seconds(side["seconds"]) for side in sides)]
         cells += [f"**{_factor(sides[0]['seconds'] / sides[1]['seconds'])}x**"]
         cells += ["" if side["extra_bytes"] is None else f"{side['extra_bytes'] / 2**20:.0f} MB" for side in sides]
         cells += ["" if side["loss"] is None else f"{side['loss'] - row['loss_before']:+.4f}" for side in sides]
         lines.append(cells)
     head = ["recipe", "model", "peer", "ours", "faster", "peer's memory", "ours", "peer's loss", "ours"]
     return _table(head, lines)
+
+
+def _elsewhere_in_words(rows: Sequence[Row]) -> list[str]:
+    """Which machine the mark of some rows stands for."""
+    others = _in_order(row["cpu"] for row in rows if "cpu" in row)
+    return [f"† on another machine ({' and '.join(others)}); both sides of a row are of one run."] if others else []
 
 
 def _accuracy(rows: Sequence[Row]) -> list[str]:
@@ -257,7 +263,7 @@ def _accuracy_table(rows: Sequence[Row]) -> str:
         name, is_ours = f"{row['side']} `{row['contestant']}`{'~' if row['quick'] else ''}", row["side"] == "ours"
         cells = [row["scheme"], f"**{name}**" if is_ours else name, _digits(row["kl"])]
         cells += [f"**{ratio}**" if is_ours and ratio else ratio, f"{row['perplexity']:.3f}", f"{row['top1']:.1%}"]
-        lines.append([*cells, f"{marks(row)}{_seconds(row['seconds'])}"])
+        lines.append([*cells, f"{marks(row)}{_seconds(row['seconds'])}" if "seconds" in row else ""])
     return _table(["scheme", "contestant", "KL", "/ best peer", "perplexity", "top-1", "seconds"], lines)
 
 

@@ -65,6 +65,7 @@ def test_rows_are_sorted_by_scheme_and_kl_beside_the_best_peer(tables: ModuleTyp
         row_of("W4A16", "ours", "best", 0.03, quick=True),
         row_of("W3A16", "ours", "best", 1.5, seconds=0.25, busy=True, cpu="D"),
         row_of("W3A16", "peer", "mse", 2.5, seconds=3.0, busy=True, clock="processor"),
+        {name: each for name, each in row_of("W3A16", "ours", "mse", 2.75).items() if name != "seconds"},
         row_of("unquantised", "none", "bf16", 0.000371),
         {"weights": "M", "scheme": "W3A16", "side": "peer", "contestant": "GPTQ", "problem": "M: it broke"},
     ]
@@ -76,6 +77,7 @@ def test_rows_are_sorted_by_scheme_and_kl_beside_the_best_peer(tables: ModuleTyp
         "| W4A16 | peer `memoryless_minmax` | 0.150 | 3.00 | 7.500 | 87.5% | 2.00 s |",
         "| W3A16 | **ours `best`** | 1.50 | **0.60** | 7.500 | 87.5% | † ≈ 250 ms |",
         "| W3A16 | peer `mse` | 2.50 | 1.00 | 7.500 | 87.5% | ‡ 3.00 s |",
+        "| W3A16 | **ours `mse`** | 2.75 | **1.10** | 7.500 | 87.5% |  |",
     ]
     terms = (
         "**M**, groups of 32: 128 samples, 19,207 tokens judged, 2 threads. "

@@ -114,9 +114,14 @@ def test_ratios_say_who_wins(tables: ModuleType) -> None:
     lines = tables.markdown(
         {
             **dict.fromkeys(tables.TOPICS, nothing),
-            **{"search": {"machine": machine, "rows": [row]}, "runs": {"machine": other, "rows": [run]}},
+            **{
+                "search": {"machine": machine, "rows": [row]},
+                "runs": {"machine": other, "rows": [{**run, "cpu": "E"}]},
+            },
         }
     )
+    assert "† on another machine (E); both sides of a row are of one run." in lines
+    assert "| r | † M | 6.00 s | 2.00 s |" in lines
     assert f"Measured on 2020-01-01 (searches): C, {told}" in lines
     assert f"Measured on 2020-01-01 (whole runs): D, {told}" in lines
     served = {"scheme": None, "mean_off": 0.01, "most_off": 0.2, "greedy_agreement": 0.75}
