@@ -126,7 +126,8 @@ def _results(topic: str) -> dict[str, Any]:
 def _kl(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"{row['kl']:.3g} ({tables.marks(row)}{row['seconds']:.0f} s)"
+    seconds = f" ({tables.marks(row)}{row['seconds']:.0f} s)" if "seconds" in row else ""
+    return f"{row['kl']:.3g}{seconds}"
 
 
 def _span(days: Sequence[str]) -> str:
