@@ -1,4 +1,4 @@
-"""An observer of your own: one class with one decorator, and its name works in recipes and on the command line.
+"""An observer of your own: one class with one decorator, and its name works in recipes.
 
     python examples/custom_observer.py
 

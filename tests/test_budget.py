@@ -15,7 +15,7 @@ from command_line import error_of, run
 from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
 from scalewright.budget import share_out, solve
 from scalewright.errors import RecipeError
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.sensitivity import LayerGroup, Sensitivity, measure_sensitivity
 from scalewright.sensitivity.sizes import check_bits
 
@@ -124,7 +124,7 @@ def test_the_recipe_names_each_layer_once_and_partners_together(found):
     allocation = share_out(found, 5.5)
     assert len(set(allocation.schemes.values())) > 1
     (modifier,) = allocation.recipe.modifiers
-    assert type(modifier) is QuantizationModifier and modifier.ignore == [OUTPUT_HEAD]
+    assert type(modifier) is QuantizationModifier and modifier.ignore == [*LEFT_ALONE]
     schemes = {name: scheme for scheme, names in modifier.given["scheme"].items() for name in names}
     assert len(schemes) == sum(map(len, modifier.given["scheme"].values())) == 14
     for block in ("model.layers.0", "model.layers.1"):

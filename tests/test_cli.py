@@ -57,6 +57,12 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
+def test_help_shows_commands_in_the_order_in_which_they_are_needed():
+    shown = CliRunner().invoke(app, ["--help"]).output
+    commands = ["plan", "quantize", "eval", "report", "verify", "observe", "importance", "schemes", "observers"]
+    assert re.findall(r"^\W*(" + "|".join(commands) + r") {2,}", shown, re.MULTILINE) == commands
+
+
 def test_quantize_writes_a_checkpoint_and_prints_the_table_of_layers(model, data, tmp_path):
     output = run("quantize", model, "--scheme", "FP8", "--data", data, "--out", tmp_path / "out", "--samples", 8)
     assert output.count("_proj") == 14
@@ -100,7 +106,8 @@ MISTAKES = [
     ),
     (
         ("--scheme", "FP8", "--data", "ids.jsonl", "--pipeline", "data_free"),
-        "the recipe has static activation scales, so it cannot be run data_free.",
+        "the recipe has static activation scales, so it cannot be run data_free. Leave the pipeline out, or make them "
+        "dynamic.",
     ),
     (
         ("--scheme", "W4A16", "--data", "ids.jsonl", "--pipeline", "sequential", "--sequential-targets", "Block"),
@@ -638,7 +645,7 @@ def test_options_of_importance_reach_the_gathering(option, monkeypatch):
     asked = {
         each: known[each].default for each in defaults if each not in ("model", "recipe", "output_file", *NOT_SAID)
     }
-    assert {each: defaults[each] for each in asked} == {**asked, "ignore": [asked["ignore"]]}
+    assert {each: defaults[each] for each in asked} == asked
 
 
 def test_importance_has_an_option_for_whatever_gathering_takes():

@@ -291,6 +291,12 @@ def test_the_format_is_what_others_can_read(tmp_path: Path) -> None:
         assert opened.metadata() == {"version": "1", "model": "tiny", "num_tokens": "4", "seed": "3"}
 
 
+def test_the_same_importance_is_the_same_file(tmp_path: Path) -> None:
+    """A run that was stopped goes on only with the very file that it had."""
+    files = {save_importance(some(), tmp_path / str(i)).read_bytes() for i in range(8)}
+    assert len(files) == 1
+
+
 def test_a_file_that_is_there_is_kept_unless_one_says_otherwise(tmp_path: Path) -> None:
     file = save_importance(some(), tmp_path / "one")
     before = file.read_bytes()

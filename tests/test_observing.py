@@ -530,3 +530,8 @@ def test_a_trained_model_has_loud_tokens_before_its_down_projections() -> None:
         assert kept["histogram_mse"].db >= max(each.db for each in kept.values()) - 0.01
         assert seen.dynamic.db > kept["histogram_mse"].db and math.isfinite(layer.weight.best[1])
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["layers"][0]["name"] == QUERY
+
+
+def test_data_that_is_not_there_is_said_before_a_model_is_read():
+    with pytest.raises(DataError, match=r"^nowhere\.txt: there is no such file\.$"):
+        observe("a model that is not there", dataset="nowhere.txt")

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from scalewright.cli import app
 from scalewright.errors import MergeError, ObservationsError, OutputError
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.observing import Observations, merge_files, observe
 from scalewright.observing.files import packed
 from scalewright.report.observations import observations_page
@@ -414,7 +414,7 @@ def test_options_reach_the_observing(option: str, seen: Observations, monkeypatc
     assert (given["model"], given["dataset"]) == ("MODEL", "some.txt") and given[name] != expected
     known = inspect.signature(observe).parameters
     plain = {each: known[each].default for each in given if each not in ("model", "dataset", "on_step")}
-    assert {each: given[each] for each in plain} == {**plain, "ignore": [OUTPUT_HEAD]}
+    assert {each: given[each] for each in plain} == {**plain, "ignore": LEFT_ALONE}
     assert set(known) - set(given) == {"targets"}
     run("MODEL", "--data", "some.txt", "--json", option, *values)
     assert given[name] == expected

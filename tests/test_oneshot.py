@@ -105,7 +105,10 @@ def test_static_scales_need_data():
     )
     assert refused(DataError, scheme="W8A8") == f"{words}with dynamic activations."
     message = refused(DataError, scheme="W8A8", dataset=IDS, pipeline="data_free")
-    assert message == "the recipe has static activation scales, so it cannot be run data_free."
+    assert message == (
+        "the recipe has static activation scales, so it cannot be run data_free. Leave the pipeline out, or make them "
+        "dynamic."
+    )
 
 
 def test_blocks_that_are_not_there_are_named():
@@ -126,7 +129,8 @@ def test_text_needs_a_tokenizer():
 def test_a_layer_that_saw_nothing_is_named():
     ids = [{"input_ids": IDS + (IDS == 1)}]
     assert refused(CalibrationError, scheme="W8A8", dataset=ids) == (
-        "second: saw 0 tokens in calibration, so it has no input scale. Add samples, or make its activations dynamic."
+        "second: saw 0 tokens in calibration, so it has no input scale. Add samples, make its activations dynamic, or "
+        "ignore it."
     )
 
 

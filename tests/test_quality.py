@@ -21,7 +21,7 @@ from command_line import error_of, run
 from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
 from scalewright.checkpoint.verifying import verify_checkpoint
 from scalewright.errors import DataError, RecipeError
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.schemes import scheme_named, scheme_names
 from scalewright.observers import Observer
 from scalewright.planning import plan_of
@@ -57,7 +57,7 @@ def test_every_quality_of_every_scheme_is_a_recipe_that_can_be_written_and_read(
     (modifier,) = recipe.modifiers
     (group,) = modifier.groups
     expected = scheme_named(scheme)
-    assert (group.targets, modifier.ignore) == (["Linear"], [OUTPUT_HEAD])
+    assert (group.targets, modifier.ignore) == (["Linear"], [*LEFT_ALONE])
     without = {"observer": None, "observer_kwargs": {}}
     assert group.scheme.weights.model_copy(update=without) == expected.weights.model_copy(update=without)
     assert group.scheme.input_activations == expected.input_activations
@@ -80,7 +80,7 @@ def test_a_better_quality_asks_for_more(scheme):
 
 @pytest.mark.parametrize(("scheme", "options"), [("W4A16", {"positive_scales": True}), ("NVFP4A16", {})])
 def test_balanced_is_what_a_scheme_alone_means_but_for_negative_scales(scheme, options):
-    given = {"targets": ["Linear"], "scheme": scheme, "ignore": [OUTPUT_HEAD]}
+    given = {"targets": ["Linear"], "scheme": scheme, "ignore": [*LEFT_ALONE]}
     assert recipe_for("balanced", scheme, **options).to_dict() == Recipe.of(QuantizationModifier(**given)).to_dict()
 
 
@@ -230,6 +230,10 @@ MISTAKES = [
     (
         ("--recipe", "mine.yaml", "--quality", "fast", "--positive-scales", "--ignore", "a"),
         "--quality, --positive-scales, --ignore: the recipe says that. Leave it out, or change the recipe.",
+    ),
+    (
+        ("--recipe", "mine.yaml", "--quality", "", "--group-size", "0", "--observer", ""),
+        "--quality, --group-size, --observer: the recipe says that. Leave it out, or change the recipe.",
     ),
 ]
 

@@ -314,6 +314,18 @@ def test_no_data_and_no_language_model_are_refused():
     )
 
 
+def test_a_model_whose_logits_are_no_numbers_is_named():
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(ModelError) as caught:
+        measured(model)
+    assert str(caught.value) == (
+        "LlamaForCausalLM: its logits of 24 of 24 tokens are not finite, so what layers lose cannot be measured. A "
+        "weight in it is broken: `scalewright observe` names the layer."
+    )
+
+
 def test_notes_are_errors_where_they_should_be():
     with pytest.raises(StrictError, match="512 samples were asked for, and there are 6"):
         measured(llama(), strict=True)
@@ -326,3 +338,11 @@ def test_fast_is_measured_as_fast():
     best = candidate_schemes(["W4A16"], quality="best")
     assert best["W4A16"].weights.observer_kwargs == {"signed": True}
     assert best == candidate_schemes(["W4A16"], quality="balanced")
+
+
+def test_a_batch_that_the_model_cannot_be_called_with_is_named():
+    batches = [{"input_ids": IDS}, {"input_ids": IDS, "position_ids": torch.zeros(5, 3, dtype=torch.long)}]
+    named = r"^data: batch 2 of 2 \(input_ids \[6, 24\], position_ids \[5, 3\]\): LlamaForCausalLM cannot be run on it"
+    with pytest.raises(DataError, match=named) as caught:
+        measured(llama(), dataset=batches)
+    assert isinstance(caught.value.__cause__, RuntimeError)

@@ -19,7 +19,7 @@ import numpy as np
 
 from scalewright.errors import RecipeError
 from scalewright.modifiers import IMatrixGatherer, Modifier
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.quality import recipe_for
 from scalewright.recipe import Recipe
 from scalewright.sensitivity import LayerGroup, Sensitivity
@@ -96,7 +96,7 @@ def _recipe(found: Sensitivity, chosen: dict[str, str], *, importance: str | Pat
 
     Layers are named one by one: vLLM asks a target that is a class before it looks at the names of fused layers.
     """
-    ignored = list(found.ignore or [OUTPUT_HEAD])
+    ignored = list(found.ignore or LEFT_ALONE)
     modifiers: list[Modifier] = []
     for scheme in found.schemes:
         names = [name for group in found.groups if chosen[group.name] == scheme for name in group.layers]

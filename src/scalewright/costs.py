@@ -179,7 +179,8 @@ def _weights_run(run: Run, plan: Plan) -> int:
     """Weights that each token is multiplied with."""
     blocks = [run.model.get_submodule(name) for name in plan.blocks]
     inside = {id(each): each.numel() for block in blocks for each in block.parameters() if each.dim() > 1}
-    return sum(inside.values()) or sum(layer.weight.numel() for layer in plan.layers)
+    weights = (getattr(layer.module, "weight", None) for layer in plan.layers)  # attention has none
+    return sum(inside.values()) or sum(each.numel() for each in weights if isinstance(each, torch.Tensor))
 
 
 def _data_seconds(run: Run, plan: Plan, rates: Rates) -> float:

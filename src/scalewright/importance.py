@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from scalewright.calibration.distributed import Ranks, with_ranks
@@ -24,9 +24,10 @@ from scalewright.calibration.sources import DataOptions
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import digest_of_data
 from scalewright.checkpoint.outputs import check_output_file, write_file
+from scalewright.checkpoint.shards import TensorHere, write_tensors
 from scalewright.errors import DataError, ImportanceError
 from scalewright.modifiers import IMatrixGatherer, Modifier
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.preparing import layers_and_data, name_of, refuse_if_strict
 
 __all__ = ["Importance", "gather_importance", "load_importance", "merge_importance", "save_importance"]
@@ -43,7 +44,7 @@ def gather_importance(
     dataset: Any,
     *,
     targets: str | Sequence[str] = "Linear",
-    ignore: str | Sequence[str] = OUTPUT_HEAD,
+    ignore: str | Sequence[str] = LEFT_ALONE,
     output_file: str | Path | None = None,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
@@ -174,7 +175,10 @@ def save_importance(importance: Importance, path: str | Path, *, overwrite: bool
         tensors[f"{name}.count"] = torch.tensor(importance.counts[name], dtype=torch.int64)
     seeds = ", ".join(map(str, importance.seeds))
     metadata = dict(zip(_METADATA, (_VERSION, importance.model, str(importance.num_tokens), seeds), strict=True))
-    return write_file(Path(path), to_bytes(tensors, metadata), overwrite=overwrite)
+    content = BytesIO()
+    # safetensors' own writer has metadata in an order of chance, and equal importance is to be an equal file.
+    write_tensors(content, {key: TensorHere(each) for key, each in tensors.items()}, metadata=metadata)
+    return write_file(Path(path), content.getvalue(), overwrite=overwrite)
 
 
 def load_importance(path: str | Path) -> Importance:

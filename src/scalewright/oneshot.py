@@ -23,6 +23,7 @@ from scalewright.calibration.pipelines import Calibration, OnStep, check_pipelin
 from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
 from scalewright.calibration.scratch import Scratch, WaitingRoom
 from scalewright.calibration.sources import DataOptions, check_file, check_seed, other_split
+from scalewright.checkpoint.beside import written_files
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
 from scalewright.checkpoint.journal import Journal, journal_for
@@ -129,6 +130,7 @@ class Result:
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
             told["settings"] = written_settings(draft)
+            told["files"] = written_files(draft)
             (draft / RUN_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
             source.check_unchanged()
             check_draft(draft, journal.out)

@@ -14,7 +14,7 @@ from torch import nn
 from scalewright.calibration.experts import unfuse_experts
 from scalewright.calibration.pipelines import Batch, OnStep, silent
 from scalewright.calibration.plan import Plan
-from scalewright.calibration.sources import DataOptions
+from scalewright.calibration.sources import DataOptions, check_file
 from scalewright.checkpoint.loading import (
     check_device,
     check_dtype,
@@ -64,6 +64,7 @@ def layers_and_data(
     """
     check_dtype(dtype)
     check_device(device)
+    check_file(dataset)
     loaded, companions, told = load_all(
         model, tokenizer, on_step, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from scalewright.errors import RecipeError, did_you_mean
 from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.schemes import scheme_named
 from scalewright.recipe import Recipe
 
@@ -46,7 +46,7 @@ def recipe_for(
         )
     if importance is not None and quality == "fast":
         raise RecipeError("importance: fast weighs all errors alike. Leave it out, or use balanced.")
-    ignored = list(ignore or [OUTPUT_HEAD])
+    ignored = list(ignore or LEFT_ALONE)
     given: dict[str, Any] = {"targets": list(targets), "scheme": scheme, "ignore": ignored}
     given |= {} if group_size is None else {"group_size": group_size}
     given |= {} if observer is None else {"weight_observer": observer}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ CHAT_TEMPLATE = (
     "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
 )
 GIVE_SOME = "Give data that has text or token ids in it."
+FROM_A_FILE = "Write what comes out of it to a file, and give that."
 FEW = "{0} tokens are little to calibrate with; scales may not fit other text. Give 2048 or more."
 
 
@@ -513,7 +515,7 @@ def test_padding_is_a_token_that_the_tokenizer_has(special, pad):
 
 
 def test_no_sequence_is_longer_than_the_model_can_take():
-    data = [[1] * 100] * 30
+    data = [[i] * 100 for i in range(30)]
     samples = load(data, max_positions=80, num_samples=30)
     assert {len(each) for each in sequences(samples)} == {80}
     assert samples.notes == [
@@ -567,6 +569,13 @@ def test_a_data_loader_of_one_tensor_gives_batches():
 def test_tensors_of_several_samples_are_batches():
     ids = torch.arange(12).reshape(4, 3)
     assert [batch["input_ids"].tolist() for batch in load([ids, ids]).batches] == [ids.tolist()] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("wrap", [lambda ids: ids, lambda ids: {"input_ids": ids}])
+def test_ids_of_any_integers_become_what_an_embedding_takes(dtype, wrap):
+    (batch,) = load([wrap(torch.tensor([[1, 2], [3, 4]]).to(dtype))], vocab_size=8).batches
+    assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].tolist() == [[1, 2], [3, 4]]
 
 
 def test_batches_are_taken_until_there_are_enough_samples():
@@ -634,7 +643,7 @@ def test_what_is_no_batch_is_named(data, message):
 
 
 def test_too_little_data_is_said(tmp_path):
-    enough = [[1] * 1024] * 2
+    enough = [[1] * 1024, [2] * 1024]
     assert load(enough, num_samples=2).notes == []
     assert load(enough).notes == ["data: 512 samples were asked for, and there are 2."]
     assert load([*enough[:1], [1] * 1023], num_samples=2).notes == ["data: " + FEW.format(2047)]
@@ -643,6 +652,16 @@ def test_too_little_data_is_said(tmp_path):
         "a.txt: 512 samples were asked for, and there are 1 once they are packed into sequences of 64 tokens.",
         "a.txt: " + FEW.format(4),
     ]
+
+
+def test_samples_that_are_copies_are_said():
+    """4096 tokens of which a weight learns no more than of 1024."""
+    said = "data: of 4 samples {0} are different, and the others are copies, which say nothing new. Give other text."
+    one, two, three = ([i] * 1024 for i in (1, 2, 3))
+    assert load([one] * 4, num_samples=4).notes == [said.format(1)]
+    assert load([one, two] * 2, num_samples=4).notes == [said.format(2)]
+    assert load([one, one, two, three], num_samples=4).notes == []
+    assert load([one] * 4, num_samples=4, is_calibration=False).notes == []
 
 
 def test_text_outside_the_vocabulary_is_said():
@@ -896,6 +915,19 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path, as_path):
     assert error(path) == f"{path}: there is no such file."
     assert error("nowhere.jsonl") == "nowhere.jsonl: there is no such file."
     assert error("./nowhere") == "nowhere: there is no such file."
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_pipe_is_said_and_not_waited_for(tmp_path, name, as_path):
+    os.mkfifo(tmp_path / name)
+    path = as_path(tmp_path / name)
+    assert error(path) == f"{path}: is a pipe, and no file. {FROM_A_FILE}"
+
+
+def test_a_device_is_said(tmp_path):
+    (tmp_path / "zeros.txt").symlink_to("/dev/zero")
+    assert error(tmp_path / "zeros.txt") == f"{tmp_path / 'zeros.txt'}: is a device, and no file. {FROM_A_FILE}"
 
 
 def test_a_file_that_cannot_be_opened_is_said(tmp_path):

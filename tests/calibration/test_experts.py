@@ -16,6 +16,7 @@ from zoo import HIDDEN, SMALL, Animal, assert_same, zoo
 from scalewright.calibration.experts import Expert, UnfusedExperts, showing_all_tokens, unfuse_experts
 
 MOE = ["mixtral", "qwen3_moe"]
+HOMES = {"llama4": "feed_forward"}  # of experts, where that is not mlp
 
 
 def logits(animal: Animal) -> list[Tensor]:
@@ -23,12 +24,12 @@ def logits(animal: Animal) -> list[Tensor]:
         return [animal.model(**batch).logits for batch in animal.batches]
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", [*MOE, "llama4"])
 def test_the_output_is_that_of_the_fused_experts(name: str) -> None:
     animal = zoo(name)
     expected = logits(animal)
     replaced, notes = unfuse_experts(animal.model)
-    assert sorted(replaced) == [f"model.layers.{i}.mlp.experts" for i in range(2)] and not notes
+    assert sorted(replaced) == [f"model.layers.{i}.{HOMES.get(name, 'mlp')}.experts" for i in range(2)] and not notes
     for output, fused in zip(logits(animal), expected, strict=True):
         torch.testing.assert_close(output, fused, rtol=1e-4, atol=1e-5)
 
@@ -56,7 +57,7 @@ def test_names_are_those_of_checkpoints(name: str, expected: str) -> None:
     assert found == [f"model.layers.0.mlp.experts.{i}.{each}" for i in range(4) for each in expected.split()]
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", [*MOE, "llama4"])
 def test_showing_all_tokens_changes_nothing_that_flows(name: str) -> None:
     animal = zoo(name)
     unfuse_experts(animal.model)
@@ -87,6 +88,24 @@ def test_experts_see_every_token_or_their_own(on: bool) -> None:
     for i, counts in enumerate(seen):
         own = [int((index == i).any(dim=-1).sum()) for index in chosen]
         assert counts == ([len(index) for index in chosen] if on else [each for each in own if each])
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_experts_of_llama_4_see_every_token_or_their_own_and_no_zeros(on: bool) -> None:
+    animal = zoo("llama4")
+    unfuse_experts(animal.model)
+    experts = animal.model.get_submodule("model.layers.0.feed_forward.experts")
+    given: list[Tensor] = []
+    experts.register_forward_pre_hook(lambda module, args: given.append(args[0].reshape(len(experts), -1, HIDDEN)))
+    seen: list[list[Tensor]] = [[] for _ in experts]
+    for expert, shown in zip(experts, seen, strict=True):
+        expert.gate_proj.register_forward_pre_hook(lambda module, args, shown=shown: shown.append(args[0]))
+    with showing_all_tokens(animal.model, on=on):
+        logits(animal)
+    for i, shown in enumerate(seen):
+        own = [x_ETH[i][x_ETH[i].any(dim=-1)] for x_ETH in given]
+        assert_same(shown, [x_ETH.sum(dim=0) for x_ETH in given] if on else [each for each in own if len(each)])
+        assert all(bool(each.any(dim=-1).all()) for each in shown)
 
 
 def test_experts_that_nobody_watches_are_not_shown_more_than_their_own() -> None:

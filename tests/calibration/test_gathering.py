@@ -596,6 +596,16 @@ def test_layers_that_a_file_does_not_have_are_named(has_data: bool, tmp_path: An
         assert other[0].endswith(", so all errors weigh the same.")
 
 
+@pytest.mark.parametrize("observer", ["imatrix_mse", "optimal"])
+def test_importance_of_a_file_that_says_nothing_is_named(observer: str, tmp_path: Any) -> None:
+    found = gathered_from(zoo("llama"))
+    zero = Importance({**found.sums, UP_PROJ: torch.zeros_like(found.sums[UP_PROJ])}, found.counts)
+    file = save_importance(zero, tmp_path / "importance.safetensors")
+    assert notes_of(IMatrixGatherer(file=file, ignore=HEAD), quantising(observer), dataset=None) == [
+        f"{UP_PROJ}.weight: importance is zero for every channel, so all errors weigh the same."
+    ]
+
+
 def test_layers_of_a_file_that_nobody_uses_are_named(tmp_path: Any) -> None:
     file = save_importance(gathered_from(zoo("llama")), tmp_path / "importance.safetensors")
     some = quantising(ignore=["lm_head", UP_PROJ])

@@ -501,6 +501,34 @@ def test_a_decoder_that_is_given_nothing_is_said(pipeline: str) -> None:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_batch_that_the_model_cannot_be_called_with_is_named(pipeline: str) -> None:
+    animal = zoo("llama")
+    number, count = len(animal.batches), len(animal.batches) + 1
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "position_ids": torch.zeros(3, 9, dtype=torch.long)}
+    batches = [*animal.batches, batch]
+    with pytest.raises(RuntimeError) as plain:
+        animal.model(**batch, use_cache=False)
+    with pytest.raises(DataError) as caught:
+        Calibration(animal.model, watch(animal.model), batches, animal.blocks).run(pipeline)
+    assert str(caught.value) == (
+        f"data: batch {number + 1} of {count} (input_ids [2, 5], position_ids [3, 9]): LlamaForCausalLM cannot be "
+        f"run on it (RuntimeError: {plain.value}). Give batches that it can be called with, as in model(**batch); or "
+        "fewer samples in each, if memory is short."
+    )
+    assert str(caught.value.__cause__) == str(plain.value)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_what_an_observer_raises_is_not_blamed_on_the_data(pipeline: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise IndexError("a mistake of an observer")
+
+    monkeypatch.setattr(layers_module, "_sample", fail)
+    with pytest.raises(IndexError, match=r"^a mistake of an observer$"):
+        calibrate(zoo("llama"), pipeline, only=in_blocks)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_layer_that_saw_no_token_is_an_error(pipeline: str) -> None:
     animal = forking()
     del animal.batches[2]
@@ -508,7 +536,7 @@ def test_a_layer_that_saw_no_token_is_an_error(pipeline: str) -> None:
         calibrate(animal, pipeline)
     assert str(caught.value) == (
         "blocks.3.0: saw 0 tokens in calibration, so it has no input scale. "
-        "Add samples, or make its activations dynamic."
+        "Add samples, make its activations dynamic, or ignore it."
     )
     assert not any("observer" in each for module in animal.model.modules() for each in vars(module))
 
@@ -565,6 +593,23 @@ def test_a_layer_of_two_blocks_is_quantised_once_and_named() -> None:
     )
     named = [layer.name for layer in calibrate(shared(), "sequential", only=in_blocks) if layer.notes]
     assert named == [f"model.layers.0.mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")]
+
+
+def test_what_is_used_again_when_all_is_quantised_is_named_too() -> None:
+    """No pass comes to it a second time: all that is to be seen was seen."""
+
+    def notes(pipeline: str, only: Callable[[str], bool]) -> list[str]:
+        animal = zoo("llama")
+        animal.model.model.layers[1] = animal.model.model.layers[0]
+        done = calibrate(animal, pipeline, only=only)
+        return [note for layer in done for note in layer.notes]
+
+    again = "is used again after it was quantised, and its static scales come from its first use alone."
+    assert notes("sequential", lambda name: name.endswith(("q_proj", "down_proj"))) == [
+        f"model.layers.0.{each}: {again}" for each in ("self_attn.q_proj", "mlp.down_proj")
+    ]
+    assert notes("sequential", lambda name: True) == [f"model.layers.0: {again}"], "a pass came to it again"
+    assert notes("basic", in_blocks) == []
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -241,6 +241,8 @@ class Noted(GPTQLayer):
     def _add(self, shown: Shown) -> None:
         self.diary.given.setdefault(self.name, []).append((shown.value.clone(), shown.mask))
         super()._add(shown)
+        if self._hessian is not None:
+            self.diary.hessians[self.name] = self._hessian.matrix.clone()  # the last time, of all
 
     def _keep_unquantised(self, shown: Shown) -> None:
         self.diary.should.setdefault(self.name, []).append((shown.value.clone(), shown.mask))
@@ -248,7 +250,6 @@ class Noted(GPTQLayer):
 
     def finish(self) -> QuantizedLayer:
         if self._hessian is not None:
-            self.diary.hessians[self.name] = self._hessian.matrix.clone()
             cross = self._cross
             self.diary.crosses[self.name] = None if cross is None else cross.clone()
         return super().finish()
@@ -599,6 +600,23 @@ def test_what_is_used_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     animal.model.model.layers[1].mlp = animal.model.model.layers[0].mlp
     found = noted(animal, monkeypatch, more=attention_of(animal)).notes  # blocks go as a whole
     assert found == [f"model.layers.0.mlp.{each}: {again} {rounded}" for each in ("gate_proj", "up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize("what", ["mlp", "block"])
+def test_what_is_used_again_when_all_is_rounded_is_named_too(what: str) -> None:
+    animal = zoo("llama")
+    layers = animal.model.model.layers
+    if what == "mlp":
+        layers[1].mlp = layers[0].mlp
+    else:
+        layers[1] = layers[0]
+    watched = [each for each in layers_of(animal.model) if each.name != "lm_head"]
+    done = Calibration(animal.model, watched, animal.batches, animal.blocks).run("sequential")
+    again = "is used again after it was quantised, and it was rounded for its first use alone."
+    attention = [f"self_attn.{each}_proj" for each in "qkvo"] if what == "block" else []
+    assert [note for layer in done for note in layer.notes] == [
+        f"model.layers.0.{each}: {again}" for each in (*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    ]
 
 
 def test_before_anything_is_used_again_the_stream_is_that_of_the_model_as_it_was(

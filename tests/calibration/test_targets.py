@@ -25,10 +25,11 @@ from scalewright.calibration.targets import (
     loader_targets,
     output_heads,
     resolve_targets,
+    routers,
 )
 from scalewright.errors import LayoutError, ModelError, RecipeError
 from scalewright.modifiers import QuantizationModifier
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import OUTPUT_HEAD, ROUTERS
 from scalewright.modifiers.schemes import scheme_named
 
 KV = {"num_bits": 8, "type": "float"}
@@ -206,6 +207,22 @@ def test_a_group_that_gets_nothing_is_a_note():
     assert found.notes == ["targets Linear: all that they mean is ignored, or belongs to other groups."] * 2
 
 
+class Positions(nn.Embedding):
+    def forward(self, mask, offset=0):
+        return super().forward(mask.cumsum(dim=1) + offset)
+
+
+def test_embeddings_that_loaders_could_not_call_are_named():
+    """compressed-tensors replaces `forward` by one of a single input."""
+    model = nn.ModuleDict({"words": nn.Embedding(8, 64), "places": Positions(8, 64), "head": nn.Linear(64, 8)})
+    found = resolved(model, scheme="W8A16", targets=["Embedding", "Linear"])
+    assert names(found) == ["words", "head"]
+    assert found.notes == [
+        "places: compressed-tensors gives quantised layers one input, and Positions takes more, so it stays as it is."
+    ]
+    assert resolved(model, scheme="W8A16", targets=["Embedding"], ignore=["places"]).notes == []
+
+
 def test_matrices_that_have_no_format_are_named():
     found = resolved(zoo("gpt2").model, scheme="W8A16")
     assert names(found) == ["lm_head"]
@@ -319,12 +336,30 @@ def test_the_output_head_is_what_the_model_calls_so_or_what_has_the_name_of_one(
     assert not any(OUTPUT_HEAD in note for note in spared.notes)
 
 
-def test_the_output_head_is_no_target():
+class Mixture(nn.Module):
+    """Experts with a router beside them, one inside of another part, a gate of one row, and what is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.shared_gate, self.latent = nn.Linear(32, 4), nn.Linear(32, 1), nn.Linear(32, 32)
+        self.choice = nn.ModuleDict({"gate": nn.Linear(32, 4)})
+        self.experts = nn.ModuleList(nn.Linear(32, rows) for rows in (4, 1, 32, 32))
+
+
+def test_routers_are_what_stands_beside_experts_with_an_output_for_each():
+    model = nn.ModuleDict({"mlp": Mixture(), "head": nn.Linear(32, 4)})
+    assert routers(model) == {"mlp.router", "mlp.shared_gate", "mlp.choice.gate"}
+    spared = resolved(model, scheme="W8A16", ignore=[ROUTERS])
+    assert set(spared.ignored) == routers(model) and "mlp.experts.1" in names(spared)
+    plain = resolved(nn.ModuleDict({"gate": nn.Linear(32, 4)}), scheme="W8A16", ignore=[ROUTERS])
+    assert names(plain) == ["gate"] and not plain.notes
+
+
+@pytest.mark.parametrize("word", [OUTPUT_HEAD, ROUTERS])
+def test_what_is_left_alone_by_a_word_is_no_target(word):
     with pytest.raises(RecipeError) as caught:
-        QuantizationModifier(targets=["Linear", OUTPUT_HEAD], scheme="W8A16")
-    assert str(caught.value) == (
-        f"targets: '{OUTPUT_HEAD}' is a word for ignore. Name the layers that are to be quantised."
-    )
+        QuantizationModifier(targets=["Linear", word], scheme="W8A16")
+    assert str(caught.value) == f"targets: '{word}' is a word for ignore. Name the layers that are to be quantised."
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------
@@ -635,6 +670,20 @@ def check(module: nn.Module, **given) -> None:
             "a.layer.input: strategy 'attn_head' does not fit 'input'. Strategies for 'input': tensor, group, "
             "tensor_group, "
             "token.",
+        ),
+        (
+            nn.Linear(96, 40),
+            {"input_activations": {"num_bits": 8, "strategy": "group", "group_size": 32}},
+            RecipeError,
+            "a.layer.input: no loader applies static scales of groups to activations. Set dynamic to true, or to local "
+            "under a global scale (strategy tensor_group), or use strategy tensor.",
+        ),
+        (
+            nn.Linear(40, 96),
+            {"output_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}},
+            RecipeError,
+            "a.layer.output: no loader applies static scales of groups to activations. Set dynamic to true, or to "
+            "local under a global scale (strategy tensor_group), or use strategy tensor.",
         ),
         (
             nn.Embedding(8, 128),

@@ -197,6 +197,7 @@ ANIMALS: dict[str, Callable[[], Animal]] = {
     "gpt2": _gpt2,
     "mixtral": _causal("mixtral", num_local_experts=4, **_MOE),
     "qwen3_moe": _causal("qwen3_moe", num_experts=4, moe_intermediate_size=32, **_MOE),
+    "llama4": _causal("llama4_text", num_local_experts=4, intermediate_size_mlp=96, **_MOE),
     "t5": _t5,
     "llava": _llava,
     "odd": _odd,

@@ -1,6 +1,7 @@
 """Models of strangers: what is not to be loaded is refused in words, before anybody else reads it."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -105,6 +106,23 @@ def test_a_configuration_of_more_layers_than_there_are_tensors_is_refused_at_onc
         assert refused(folder, load).startswith(
             f"{folder / 'config.json'}: num_hidden_layers is 100000000, and there are "
         )
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"ignore": ["re:(.*)*!"]},
+        {"config_groups": {"group_0": {"targets": ["Linear", "re:(.*)*!"]}}},
+        {"transform_config": {"config_groups": {"a": {"apply": [{"targets": ["re:(.*)*!"]}]}}}},
+    ],
+)
+def test_a_pattern_that_a_loader_would_never_be_done_with_is_named(where, folder):
+    change(folder / "config.json", quantization_config={"quant_method": "compressed-tensors", **where})
+    assert re.fullmatch(
+        rf"{re.escape(str(folder / 'config.json'))}: 're:\(\.\*\)\*!' takes longer than 1 s to compare with '[\w.]+'\. "
+        "Write it without repeats inside of repeats.",
+        refused(folder, load_checkpoint),
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from scalewright.checkpoint.parts import Part
-from scalewright.checkpoint.shards import tensors_in, write_shards
+from scalewright.checkpoint.shards import TensorHere, tensors_in, write_shards
 
 TENSORS = {
     "a.bytes": torch.arange(7, dtype=torch.uint8),
@@ -86,3 +86,17 @@ def test_a_part_stands_for_the_tensors_of_its_file(tmp_path):
     assert_same(dict(part), TENSORS)
     with pytest.raises(KeyError):
         part["d"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6, dtype=torch.int32).as_strided((1, 1), (6, 6)),
+        torch.arange(6.0)[::2],
+        torch.arange(6.0).view(2, 3).T,
+    ],
+    ids=["one number", "every other one", "columns"],
+)
+def test_tensors_are_written_however_they_lie_in_memory(tensor, tmp_path):
+    write_shards(tmp_path, {"a": TensorHere(tensor)}, max_bytes=10**6)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensor)

@@ -41,7 +41,9 @@ from compressed_tensors.utils import get_direct_state_dict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoConfig, GenerationConfig
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from scalewright.checkpoint.folder import DTYPES
@@ -762,6 +764,28 @@ def test_shared_weights_may_be_stored_once(recipe, tmp_path):
     assert [*map(str, found.problems), *found.notes] == []
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_shared_weights_that_are_stored_twice_are_one_weight(has_record, tmp_path):
+    model = save_model(tmp_path / "model", tie_word_embeddings=True)
+    out = quantise(model, tmp_path / "out", RECIPES["W4A16"])
+    if not has_record:
+        (out / "scalewright.json").unlink()
+    tensors(lambda state: state.update({"lm_head.weight": state[EMBEDDING].clone()}))(out)
+    assert problems_of(out) == []
+    put("lm_head.weight", (3, 3), 0.5)(out)
+    assert problems_of(out) == [
+        f"lm_head.weight: is tied to {EMBEDDING}, and has other values. Loaders differ in which they take."
+    ]
+
+
+def test_a_model_may_have_untied_what_its_configuration_ties(tmp_path):
+    """Such a model has two weights to transformers, and so has its checkpoint."""
+    model = save_model(tmp_path / "model", tie_word_embeddings=True)
+    tensors(lambda state: state.update({"lm_head.weight": state[EMBEDDING] * 2}))(model)
+    out = quantise(model, tmp_path / "out", RECIPES["W4A16"])
+    assert problems_of(out, model) == []
+
+
 def test_signed_scales_are_those_of_a_recipe_that_asks_for_them(tmp_path):
     model = save_model(tmp_path / "model")
     given = {"scheme": "W4A16", "group_size": 32, "weight_observer": {"name": "optimal", "signed": True}}
@@ -851,6 +875,20 @@ def test_what_is_sound_and_yet_not_the_original_is_found_beside_it(good, breakin
     assert problems_of(out) == []
     (found,) = problems_of(out, model)
     assert re.fullmatch(words, found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (*_, words) in BROKEN.items() if words.startswith(("model-", WEIGHTS))],
+)
+def test_files_that_cannot_be_read_are_no_more_than_that_beside_the_original(good, name, tmp_path):
+    recipe, breaking, count, words = BROKEN[name]
+    out, model = good(recipe)
+    out = copied(out, tmp_path / "out")
+    breaking(out)
+    found = problems_of(out, model)
+    assert re.fullmatch(re.escape(words).replace("…", ".+"), found[0]), found[0]
+    assert len(found) == count, found
 
 
 def not_written(name: str) -> str:
@@ -1070,6 +1108,20 @@ def test_settings_that_were_added_are_a_note(good, tmp_path):
     ]
 
 
+def test_how_text_is_drawn_is_a_note(good, tmp_path):
+    out = copied(good("W4A16")[0], tmp_path / "out")
+    with_json(
+        "scalewright.json", lambda told: told["settings"]["generation_config.json"].update(temperature=0.6, top_k=5)
+    )(out)
+    generation(lambda found: found.update(temperature=0.7))(out)
+    found = examine(out)
+    assert found.problems == []
+    assert found.notes == [
+        "generation_config.json: temperature is 0.7, and was written as 0.6.",
+        "generation_config.json: top_k is gone, and was written as 5.",
+    ]
+
+
 def test_settings_of_generation_that_are_missing_are_missed(good, tmp_path):
     out = copied(good("W4A16")[0], tmp_path / "out")
     (out / "generation_config.json").unlink()
@@ -1090,6 +1142,108 @@ def test_a_record_names_no_other_file(good, tmp_path):
     out = copied(good("W4A16")[0], tmp_path / "out")
     with_json("scalewright.json", lambda told: told["settings"].update({"../secret.json": {"a": 2}}))(out)
     assert problems_of(out) == []
+
+
+# ---- files beside them -----------------------------------------------------------------------------------------------
+
+
+def tokenizer_of_words(ends: str = "</s>") -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are those of the tiny models."""
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{i}": i for i in range(1, 47)}, ends: 47}, unk_token="<unk>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token=ends, chat_template="{{ messages }}"
+    )
+
+
+@pytest.fixture(scope="module")
+def with_words(tmp_path_factory):
+    """A checkpoint that has a tokenizer."""
+    model = save_model(tmp_path_factory.mktemp("words") / "model")
+    tokenizer_of_words().save_pretrained(model)
+    return quantise(model, model.parent / "out", RECIPES["W8A8_DYNAMIC"])
+
+
+def not_the_file(name: str, *, is_edited: bool = False) -> str:
+    meant = (
+        "If nobody meant that, copy the checkpoint again."
+        if is_edited
+        else "Copy the checkpoint again; if that was meant, take it out of 'files' there."
+    )
+    return f"{name}: is not the file that was written, by scalewright.json. {meant}"
+
+
+def test_another_vocabulary_is_found(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    assert examine(out).problems == [] and examine(out).notes == []
+    with_json("tokenizer.json", lambda told: told["model"]["vocab"].update(w1=2, w2=1))(out)
+    assert problems_of(out) == [not_the_file("tokenizer.json")]
+    with_json("scalewright.json", lambda told: told["files"].pop("tokenizer.json"))(out)  # as the message has it
+    assert problems_of(out) == []
+
+
+def test_another_end_that_is_saved_by_transformers_is_found(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    tokenizer_of_words(ends="<end>").save_pretrained(out)
+    assert problems_of(out) == [not_the_file("tokenizer.json")]
+
+
+def test_a_chat_template_that_was_edited_is_a_note(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.save_pretrained(out)
+    assert examine(out).notes == []
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(out)
+    found = examine(out)
+    assert found.problems == []
+    assert found.notes == [not_the_file("chat_template.jinja", is_edited=True)]
+
+
+def test_a_file_of_the_tokenizer_that_is_gone_is_missed(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    (out / "tokenizer.json").unlink()
+    assert problems_of(out) == [
+        "tokenizer.json: is missing, and was written, by scalewright.json. Copy the checkpoint again."
+    ]
+
+
+def test_a_file_that_is_broken_is_told_once(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    (out / "tokenizer.json").write_text("[]")
+    assert problems_of(out) == ["tokenizer.json: is no JSON object."]
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    (out / "chat_template.jinja").unlink()
+    os.mkfifo(out / "chat_template.jinja")
+    assert problems_of(out) == ["chat_template.jinja: is no file."]
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "/dev/zero", "", "a/../../secret.txt", "x" * 300])
+def test_a_record_names_no_file_elsewhere(with_words, name, tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    out = copied(with_words, tmp_path / "out")
+    with_json("scalewright.json", lambda told: told["files"].update({name: "0"}))(out)
+    assert problems_of(out) == []
+
+
+@pytest.mark.parametrize("files", [[], 3, "x", {"tokenizer.json": 3}])
+def test_a_record_whose_files_make_no_sense_says_nothing(with_words, files, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    with_json("scalewright.json", lambda told: told.update(files=files))(out)
+    assert problems_of(out) == ["scalewright.json: its files are no texts by the names of files."]
+
+
+def test_pages_and_evaluations_that_come_later_are_nobodys_business(with_words, tmp_path):
+    out = copied(with_words, tmp_path / "out")
+    for name in ("report.html", "scalewright_evaluation.json", "README.md"):
+        (out / name).write_text("{}")
+    assert examine(out).problems == [] and examine(out).notes == []
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("digests", [None, [], {}, {NORM: 3}, "x", {"no such tensor": None}])

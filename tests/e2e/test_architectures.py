@@ -16,10 +16,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from scalewright.calibration.experts import Expert
+from scalewright.calibration.targets import routers
 from scalewright.checkpoint.loading import load_model
+from scalewright.checkpoint.verifying import verify_checkpoint
 from scalewright.errors import ModelError, RecipeError
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE, OUTPUT_HEAD
 from scalewright.oneshot import Result, oneshot
+from scalewright.quality import recipe_for
 
 VOCAB, HIDDEN = 96, 64
 SIZES = {
@@ -38,8 +41,10 @@ SIZES = {
 }
 MOE = {"num_experts_per_tok": 2, "output_router_logits": False}
 FP8_STATES = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+FP8_GROUPS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 SCHEMES = {
     "W4A16": {"scheme": "W4A16", "group_size": 32},
+    "W4A16_ASYM": {"scheme": "W4A16_ASYM", "group_size": 32, "ignore": [*LEFT_ALONE]},
     "W8A16": {"scheme": "W8A16", "group_size": 32},
     "W8A8": {"scheme": "W8A8"},
     "W8A8_DYNAMIC": {"scheme": "W8A8_DYNAMIC"},
@@ -64,6 +69,12 @@ def causal(kind: str, **given: Any) -> Kind:
         return transformers.AutoModelForCausalLM.from_config(config)
 
     return Kind(build)
+
+
+LINEAR_ATTENTION = {
+    f"linear_{each}": size
+    for each, size in {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16}.items()
+}
 
 
 def gpt2(tied: bool) -> nn.Module:
@@ -128,6 +139,26 @@ KINDS = {
     "mixtral": causal("mixtral", num_local_experts=4, **MOE),
     "qwen3_moe": causal("qwen3_moe", num_experts=4, moe_intermediate_size=32, **MOE),
     "granitemoe": causal("granitemoe", num_local_experts=4, **MOE),
+    "llama4": causal("llama4_text", num_local_experts=4, intermediate_size_mlp=96, **MOE),
+    "phimoe": causal("phimoe", num_local_experts=4, **MOE),
+    "qwen2_moe": causal(
+        "qwen2_moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, **MOE
+    ),
+    "olmo_hybrid": causal("olmo_hybrid", layer_types=["linear_attention", "full_attention"], **LINEAR_ATTENTION),
+    "kimi_linear": causal(
+        "kimi_linear",
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["sparse", "sparse"],
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=32,
+        linear_num_heads=4,
+        linear_head_dim=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    ),
     "gpt2": Kind(gpt2),
     "t5": Kind(t5, transformers.AutoModelForSeq2SeqLM, from_text_to_text),
     "llava": Kind(llava, transformers.AutoModelForImageTextToText, with_an_image),
@@ -176,7 +207,7 @@ def quantised(
     )
 
 
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"gpt2"}))
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"gpt2", "phimoe", "qwen2_moe", "olmo_hybrid", "kimi_linear"}))
 def test_a_model_on_disk_becomes_what_it_becomes_in_memory(kind, tmp_path):
     """All batches go through a block before the next, in any architecture."""
     recipe = modifiers(SCHEMES["W4A16" if kind in EXPERTS else "W8A8"])
@@ -217,6 +248,7 @@ READ_EXACTLY = [
         "t5": ("W8A8", "FP8_DYNAMIC"),
         "mixtral": ("W4A16", "W8A16"),
         "qwen3_moe": ("W4A16", "W8A16"),
+        "llama4": ("W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "NVFP4A16"),
     }.items()
     for scheme in schemes
     for tied in (False, True)
@@ -282,6 +314,66 @@ def test_queries_are_read_back(tmp_path):
     assert_reads_back("qwen3", tmp_path, quantised("qwen3", tmp_path, {"config_groups": {"a": group}}))
 
 
+@pytest.mark.parametrize("kind", ["phimoe", "llama4", "qwen2_moe"])
+def test_a_scheme_alone_leaves_routers_as_they_are(kind, tmp_path):
+    """Transformers cannot load Phi's if they are packed, and vLLM no quantised ones."""
+    model = built(kind)
+    spared = routers(model)
+    result = oneshot(
+        model,
+        recipe=recipe_for("balanced", "W4A16", group_size=32),
+        dataset=[batch_of(kind, 1, torch.float32)],
+        output_dir=tmp_path / "out",
+    )
+    assert len(spared) == 2 and not spared & {layer.name for layer in result.layers}
+    assert_reads_back(kind, tmp_path, result)
+
+
+def test_experts_of_llama_4_are_read_one_by_one_where_they_are_left_alone(tmp_path):
+    result = quantised("llama4", tmp_path, {**SCHEMES["W8A8_DYNAMIC"], "ignore": ["*.experts.*", OUTPUT_HEAD]})
+    assert_reads_back("llama4", tmp_path, result)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        kept = [name for name in file.offset_keys() if ".experts." in name]
+    assert len(kept) == 24 and all(name.endswith("_proj.weight") for name in kept)
+    assert not any(".experts." in layer.name for layer in result.layers)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "FP8_DYNAMIC"])
+def test_what_transformers_puts_together_is_read_beside_quantised_layers(scheme, tmp_path):
+    """Convolutions of linear attention, which checkpoints have in three."""
+    result = quantised("olmo_hybrid", tmp_path, SCHEMES[scheme])
+    assert_reads_back("olmo_hybrid", tmp_path, result)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert {f"model.layers.0.linear_attn.{each}_conv1d.weight" for each in "qkv"} <= set(file.offset_keys())
+    assert not notes_of(result) and verify_checkpoint(tmp_path / "out") == []
+
+
+def test_packed_experts_beside_what_transformers_puts_together_are_named(tmp_path):
+    result = quantised("kimi_linear", tmp_path / "packed", SCHEMES["W4A16"])
+    assert notes_of(result) == [
+        "model.layers.0.mlp.experts and 1 more: vLLM reads such experts beside "
+        "model.layers.0.self_attn.conv1d.weight, transformers does not: it looks for packed weights wherever it puts "
+        "several together. For transformers use FP8_DYNAMIC, or ignore the experts."
+    ]
+    alone = {**SCHEMES["W4A16"], "ignore": ["*.experts.*", OUTPUT_HEAD]}
+    for name, given in {"plain": SCHEMES["FP8_DYNAMIC"], "alone": alone}.items():
+        result = quantised("kimi_linear", tmp_path / name, given)
+        without_activations_of_experts(result)
+        assert_reads_back("kimi_linear", tmp_path / name, result)
+        assert not any("puts several together" in note for note in notes_of(result))
+
+
+def test_weights_that_checkpoints_have_in_one_tensor_are_refused_before_the_work(tmp_path):
+    config = transformers.AutoConfig.for_model("hrm_text", **SIZES, num_layers_per_stack=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError) as caught:
+        oneshot(model, recipe=modifiers(SCHEMES["W8A8_DYNAMIC"]), output_dir=tmp_path / "out")
+    assert str(caught.value) == (
+        "model.L_module.layers.0.self_attn.q_proj: checkpoints of HrmTextForCausalLM have its weight in one tensor "
+        "with others, which takes no scales. Use a packed format (W4A16, W8A16), or ignore this layer."
+    )
+
+
 # ---- experts: what vLLM reads and transformers does not --------------------------------------------------------------
 
 
@@ -319,8 +411,9 @@ def test_weights_of_experts_are_read_back_and_it_is_said_that_their_activations_
         ({"scheme": "W4A16_ASYM", "group_size": 32}, "it has no place for their zero points"),
         ({"scheme": "MXFP8"}, "it has one scale for each row of theirs, and not several"),
         ({"scheme": "W4A8", "group_size": 32}, "it has one scale for each row of theirs, and not several"),
+        ({"weights": FP8_GROUPS}, "it has one scale for each row of theirs, and not several"),
     ],
-    ids=lambda each: each if isinstance(each, str) else each["scheme"],
+    ids=lambda each: each if isinstance(each, str) else each.get("scheme", "FP8 in groups"),
 )
 def test_experts_that_transformers_cannot_read_are_named(scheme, why, tmp_path):
     result = quantised("mixtral", tmp_path, scheme, dtype=torch.bfloat16)
@@ -514,6 +607,15 @@ def test_what_gpt2_has_besides_is_read_back(given, tied, tmp_path):
     result = quantised("gpt2", tmp_path, given, tied=tied)
     assert len(result.layers) in (1, 2)
     assert_reads_back("gpt2", tmp_path, result)
+
+
+@pytest.mark.parametrize("weights", [{"num_bits": 8, "strategy": "channel"}, FP8_GROUPS], ids=["int8", "fp8"])
+def test_what_embeddings_have_besides_their_weight_is_read_back(weights, tmp_path):
+    """Gemma multiplies by a number that its checkpoints do not have; compressed-tensors makes a parameter of it."""
+    result = quantised("gemma3", tmp_path, {"weights": weights, "targets": ["Embedding", "Linear"]}, tied=True)
+    assert "model.embed_tokens" in {layer.name for layer in result.layers}
+    assert_reads_back("gemma3", tmp_path, result)
+    assert not verify_checkpoint(tmp_path / "out", against=tmp_path / "model")
 
 
 # ---- several stages --------------------------------------------------------------------------------------------------

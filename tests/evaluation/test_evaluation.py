@@ -608,3 +608,13 @@ def test_the_shorter_of_two_contexts_counts():
     for pair in ((short, bigram()), (bigram(), short)):
         found = evaluate(pair[0], against=pair[1], dataset=rows((20, 20)))
         assert (found.num_tokens, found.positions[-1].last) == (10, 5)
+
+
+def test_data_that_is_not_there_is_said_before_a_model_is_read():
+    with pytest.raises(DataError, match=r"^nowhere\.txt: there is no such file\.$"):
+        evaluate("a model that is not there", dataset="nowhere.txt")
+
+
+def test_an_original_that_is_no_model_is_said(changed: LlamaForCausalLM) -> None:
+    with pytest.raises(ModelError, match=r"^against: int is none\. Give a module, a folder or a name on the hub\.$"):
+        evaluate(changed, against=3, dataset=rows())

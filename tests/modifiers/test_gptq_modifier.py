@@ -19,6 +19,7 @@ from scalewright.modifiers.figures import Sample
 from scalewright.modifiers.gptq import Rounding
 from scalewright.modifiers.gptq_layer import GPTQLayer, Hessian
 from scalewright.modifiers.shown import Shown
+from scalewright.numerics.hessian import factor
 from scalewright.observers.optimal import OptimalObserver
 from scalewright.oneshot import Result
 
@@ -139,7 +140,10 @@ def test_it_needs_data_and_says_so():
     )
     with pytest.raises(DataError) as caught:
         quantised(one(), GPTQModifier(weights=INT4), pipeline="data_free")
-    assert str(caught.value) == "GPTQModifier rounds weights with their inputs in mind, so it cannot be run data_free."
+    assert str(caught.value) == (
+        "GPTQModifier rounds weights with their inputs in mind, so it cannot be run data_free. Use sequential, or "
+        "leave the pipeline out."
+    )
 
 
 # ---- the order of columns --------------------------------------------------------------------------------------------
@@ -492,6 +496,16 @@ def test_inputs_that_are_no_numbers_are_an_error(observer, value):
     )
 
 
+@pytest.mark.parametrize("correction", [0, 0.5])
+def test_a_weight_that_is_no_number_is_found_where_it_stands(correction):
+    model = several(2)
+    model.layers[1].weight.data[3, 4] = math.nan
+    with pytest.raises(
+        NonFiniteError, match=r"^layers\.1\.weight: 1 NaN and 0 Inf among .* the first at index \(3, 4\)"
+    ):
+        quantised(model, GPTQModifier(weights=INT4, correction=correction))
+
+
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 SMALL = {
@@ -571,32 +585,31 @@ def test_each_weight_is_searched_once(monkeypatch):
 
 
 def test_padding_changes_nothing(monkeypatch):
-    found: list[dict[str, Tensor]] = []
-    finish = GPTQLayer.finish
+    found: list[list[Tensor]] = []
 
-    def note(self: GPTQLayer) -> Any:
-        found[-1][self.name] = self._hessian.matrix.clone()
-        return finish(self)
+    def note(hessian_CC: Tensor, **given: Any) -> Any:
+        found[-1].append(hessian_CC.triu())
+        return factor(hessian_CC, **given)
 
-    monkeypatch.setattr(GPTQLayer, "finish", note)
+    monkeypatch.setattr(gptq_layer, "factor", note)
     lengths = [10, 33, 48, 7, 20, 48, 31, 15]
     samples = [row[:length] for row, length in zip(IDS, lengths, strict=True)]
     for batch_size, is_masked in ((8, True), (1, True), (8, False)):
         model = llama()
         model.model.embed_tokens.weight.data[0] = 0
         model.model.embed_tokens.weight.data[0, 5] = 40
-        found.append({})
+        found.append([])
         modifier = GPTQModifier(weights=GROUPS, ignore=["lm_head"])
         with monkeypatch.context() as patch:
             if not is_masked:
                 patch.setattr(Masks, "of", lambda *_: None)
             quantised(model, modifier, dataset=samples, batch_size=batch_size, pipeline="basic")
     padded, alone, unmasked = found
-    assert len(padded) == 14 and padded.keys() == alone.keys()
-    for name, hessian in padded.items():
+    assert len(padded) == len(alone) == len(unmasked) == 8  # q, k and v share one, as gate and up do
+    for hessian, by_itself, without_masks in zip(padded, alone, unmasked, strict=True):
         scale = float(hessian.abs().max())
-        torch.testing.assert_close(hessian / scale, alone[name] / scale, rtol=1e-3, atol=1e-4, msg=name)
-        assert float((hessian - unmasked[name]).abs().max()) > 0.1 * scale, name
+        torch.testing.assert_close(hessian / scale, by_itself / scale, rtol=1e-3, atol=1e-4)
+        assert float((hessian - without_masks).abs().max()) > 0.1 * scale
 
 
 def test_an_expert_with_few_tokens_is_named_and_rounded_to_the_nearest():
@@ -671,7 +684,28 @@ def test_the_table_has_what_a_layer_gains(monkeypatch):
 def test_a_factor_is_that_of_all_tokens_that_were_added():
     """Also of those that come when a layer with the same input has been rounded already."""
     hessian = Hessian(8, torch.device("cpu"), with_cross=False)
+    hessian.roundings.add(Rounding(refinements=1))  # who rounds so wants all of it, so that it stays
     for seed in range(2):
         hessian.add(Shown(torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))), None)
         found = hessian.factor(Rounding(is_ordered=False))
         torch.testing.assert_close(found.upper_CC @ found.upper_CC.T, hessian.matrix + torch.diag(found.added_C))
+
+
+@pytest.mark.parametrize(
+    ("roundings", "stays"),
+    [
+        ([Rounding()], False),
+        ([Rounding(), Rounding(block_size=32)], False),  # one factor does for both
+        ([Rounding(), Rounding(refinements=1)], True),
+        ([Rounding(), Rounding(damping=0.1)], True),
+    ],
+)
+def test_a_hessian_goes_with_its_factor_unless_somebody_wants_more_of_it(roundings, stays):
+    hessian = Hessian(8, torch.device("cpu"), with_cross=False)
+    hessian.roundings.update(roundings)
+    hessian.add(Shown(torch.randn(64, 8, generator=torch.Generator().manual_seed(0))), None)
+    strengths = hessian.strengths.clone()
+    found = hessian.factor(roundings[0])
+    assert all((hessian.factor(each) is found) is (each.damping == found.damping) for each in roundings)
+    assert torch.equal(hessian.strengths, strengths)
+    assert (hessian._sum_CC is not None) is stays

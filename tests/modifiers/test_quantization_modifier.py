@@ -15,6 +15,7 @@ OBSERVERS = ", ".join(sorted(Observer.registered_names()))
 MSE_KNOBS = "Knobs: averaging_constant, expand, grid, maxshrink, norm, patience."
 KV = {"num_bits": 8, "type": "float"}
 INT4 = {"num_bits": 4, "strategy": "channel"}
+E2M1 = {"num_bits": 4, "type": "float"}
 
 
 def only_scheme(**given) -> QuantizationScheme:
@@ -80,6 +81,21 @@ def test_parts_may_stand_on_the_modifier():
         input_activations=QuantizationArgs(num_bits=8),
         output_activations=QuantizationArgs(num_bits=6),
     )
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP6A16"])
+def test_small_floats_that_are_spelled_out_have_the_scales_of_the_scheme(name):
+    """Or they would be rounded under scales that are not those which are stored."""
+    wanted = scheme_named(name)
+    spelled_out = {
+        part: {"num_bits": each.num_bits, "type": "float", "strategy": each.strategy, "group_size": each.group_size}
+        | {"dynamic": each.dynamic}
+        for part in ("weights", "input_activations")
+        if (each := getattr(wanted, part)) is not None
+    }
+    for scheme in (only_scheme(**spelled_out), only_scheme(config_groups={"a": {"targets": ["b"], **spelled_out}})):
+        for part in spelled_out:
+            assert getattr(scheme, part).scale_dtype == getattr(wanted, part).scale_dtype
 
 
 def test_the_kv_cache_may_stand_alone_or_beside_a_scheme():
@@ -420,6 +436,23 @@ MISTAKES = [
         {"weights": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}},
         "weights: no checkpoint holds integer weights of 4 bits under a global scale. Use strategy group.",
     ),
+    (
+        {"weights": {**INT4, "scale_dtype": "torch.float8_e4m3fn"}},
+        "weights: scales of such weights are stored in the dtype of the model, not in float8_e4m3fn. Leave scale_dtype "
+        "out.",
+    ),
+    (
+        {"weights": {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.float16"}},
+        "weights: scales of such weights are stored in uint8, not in float16. Leave scale_dtype out.",
+    ),
+    (
+        {"weights": {**E2M1, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.uint8"}},
+        "weights: scales of such weights are stored in float8_e4m3fn, not in uint8. Leave scale_dtype out.",
+    ),
+    (
+        {"weights": {**INT4, "symmetric": False, "zp_dtype": "torch.int32"}},
+        "weights: zero points of such weights are stored in int8, not in int32. Leave zp_dtype out.",
+    ),
     ({"weights": {"type": "integer"}}, "weights: there is no type 'integer'. Did you mean 'int'? Choices: int, float."),
     ({"weights": {"type": 5}}, "weights: there is no type 5. Choices: int, float."),
     (
@@ -470,6 +503,10 @@ MISTAKES = [
     ),
     ({"input_activations": {"actorder": "weight"}}, "input_activations: actorder is for weights. Leave it out."),
     (
+        {"input_activations": {"strategy": "channel", "dynamic": True}},
+        "input_activations: One of (token, tensor, tensor_group, group) must be used for dynamic quant.",
+    ),
+    (
         {"weights": {**INT4, "actorder": "wieght"}},
         "weights: there is no actorder 'wieght'. Did you mean 'weight'? Choices: weight, static.",
     ),
@@ -498,6 +535,8 @@ def test_a_mistake_is_named(given, words):
         ({"kv_cache_scheme": {**KV, "observer": "x"}}, ("kv_cache_scheme", "observer")),
         ({"weights": {"dynamic": True}}, ("weights", "dynamic")),
         ({"weights": {**INT4, "actorder": "weight"}}, ("weights", "actorder")),
+        ({"weights": {**INT4, "scale_dtype": "torch.uint8"}}, ("weights", "scale_dtype")),
+        ({"weights": {**INT4, "symmetric": False, "zp_dtype": "torch.int32"}}, ("weights", "zp_dtype")),
         ({"input_activations": {"dynamic": True, "observer": "mse"}}, ("input_activations", "observer")),
         ({"scheme": "W4A16", "weights": {}}, ("weights",)),
     ],

@@ -118,3 +118,18 @@ def test_what_cannot_be_done_in_one_pass_is_left_to_compressed_tensors(name: str
     if not scheme.weights.symmetric:
         given["weight_zero_point"] = torch.zeros(128, 2, dtype=torch.int8)
     assert storing._in_one_pass(given, scheme, stored_as, None) is None
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6])
+@pytest.mark.parametrize("name", ["MXFP8A16", "MXFP6A16", "MXFP4A16"])
+def test_powers_of_two_that_fp16_does_not_have_are_no_zeros(name: str, size: float) -> None:
+    """E8m0 has 2^-127; fp16, in which the scales of a model in fp16 wait to be stored, ends at 2^-24."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 4, bias=False, dtype=torch.float16)
+    module.weight.data[0] = size
+    layer = WatchedLayer("layer", module, scheme_named(name))
+    layer.start()
+    layer.observe_weight()
+    layer.finish()
+    layer.stop()
+    torch.testing.assert_close(module.weight[0].float(), torch.full((64,), size), rtol=0.1, atol=0)

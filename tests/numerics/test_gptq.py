@@ -388,3 +388,34 @@ def test_a_corrected_weight_makes_up_for_what_its_output_is_added_to(is_ordered)
     wanted = x_TC.double() @ weight_CR.double() + lost_TR.double()
     expected = torch.linalg.lstsq(given_TC.double(), wanted).solution
     torch.testing.assert_close(corrected_CR.double(), expected, rtol=2e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_factor_knows_what_errors_cost_without_its_damping(is_ordered):
+    x_TC = inputs(400, 96)
+    x_TC[:, 5] = 0
+    found = factor(hessian_of(x_TC), damping=0.01, is_ordered=is_ordered)
+    error_RC = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.costs(error_RC), (error_RC @ x_TC.T).square().sum(dim=1), rtol=1e-4, atol=1e-4)
+    nothing_RC = torch.zeros(1, 96)
+    nothing_RC[0, 5] = 1  # an error that no token shows
+    assert float(found.costs(nothing_RC)) <= 1e-4
+
+
+@pytest.mark.parametrize("columns", [3, 96, 300])
+def test_below_its_diagonal_a_hessian_is_not_read(columns):
+    hessian_CC = hessian_of(inputs(900, columns))
+    upper_CC = hessian_CC.triu() + torch.full_like(hessian_CC, math.nan).tril(-1)
+    whole, half = (factor(each, damping=0.01, is_ordered=True) for each in (hessian_CC, upper_CC))
+    assert torch.equal(half.upper_CC, whole.upper_CC) and torch.equal(half.order_C, whole.order_C)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_what_is_rounded_takes_the_place_of_a_weight_that_is_spent(is_ordered):
+    weight_CR, book = problem()
+    found = factor(hessian_of(inputs(400, 96)), damping=0.01, is_ordered=is_ordered)
+    before_CR = weight_CR.clone()
+    rounded_CR = round_columns(weight_CR, found, book, block_size=32)
+    assert torch.equal(weight_CR, before_CR)
+    spent_CR = round_columns(weight_CR, found, book, block_size=32, is_spent=True)
+    assert torch.equal(spent_CR, rounded_CR) and spent_CR.data_ptr() == weight_CR.data_ptr()

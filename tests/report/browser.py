@@ -98,11 +98,19 @@ class Page:
         return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """Click the middle of an element, with a mouse."""
+        """Click the middle of an element, with a mouse.
+
+        A browser takes no clicks before its first frame, and one that is still scrolling brings other things there.
+        """
         found = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', "
-            "behavior: 'instant'}); const r = e.getBoundingClientRect(); "
-            "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+            f"(async () => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "const frame = () => new Promise(requestAnimationFrame); "
+            "const place = () => { e.scrollIntoView({block: 'center', behavior: 'instant'}); "
+            "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }; "
+            "let here = place(), frames = 0; "
+            "while (frames < 3) { await frame(); const now = place(); "
+            "frames = String(now) === String(here) ? frames + 1 : 0; here = now; } "
+            "return here; })()"
         )
         where = {"x": found[0], "y": found[1], "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_up import EVALUATION, HOSTILE, layer_names, row, write_run
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from scalewright.checkpoint.memory import in_units
@@ -195,6 +195,35 @@ def test_figures_that_are_not_what_they_should_be_are_left_out(strange, tmp_path
     assert len(data["columns"]["name"]) == 7 and data["pictures"] == {}
 
 
+def test_a_phase_that_took_no_time_is_no_phase_that_is_unknown(tmp_path):
+    folder = write_run(tmp_path / "out", rows(*layer_names(1)))
+    kept = {"load": 0.1, "data": 0.0, "save": 0}
+    (folder / "scalewright_timings.json").write_text(json.dumps(kept))
+    assert data_of(page_of(read_folder(folder)))["seconds"] == kept
+
+
+@pytest.mark.parametrize("part", ["chosen", "typical", "ratios", "below", "above"])
+@pytest.mark.parametrize("strange", [5, "ab", [1], [None, None], ["<b>", "x"], {"a": 1}, [0, float("nan")], True, -1])
+def test_parts_of_a_picture_that_are_not_what_they_should_be_are_left_out(part, strange, tmp_path):
+    folder, name = write_run(tmp_path / "out", rows(*layer_names(1))), layer_names(1)[0]
+    whole = json.loads((folder / "scalewright_pictures.json").read_text())[name]["weight"]
+    (folder / "scalewright_pictures.json").write_text(json.dumps({name: {"weight": whole | {part: strange}}}))
+    found = data_of(page_of(read_folder(folder)))["pictures"]["0"]["weight"]
+    assert {key: each for key, each in found.items() if key != part} == {
+        key: each for key, each in whole.items() if key != part
+    }
+    is_right = {"ratios": strange == [1], "below": strange == 5, "above": strange == 5}.get(part, False)
+    assert found[part] == (strange if is_right else None if part in ("chosen", "typical", "ratios") else 0)
+
+
+def test_a_layer_that_gives_nothing_but_zeros_is_not_the_worst(tmp_path):
+    given = rows(*layer_names(1))
+    given[3] |= {"weight_db": 21.0, "output_db": float("nan")}  # no signal, and no noise
+    found = read_folder(write_run(tmp_path / "out", given))
+    assert (found.layers[3].output_db, found.layers[3].quality_db) == (None, 21.0)
+    assert data_of(page_of(found))["columns"]["output_db"][3] is None
+
+
 def test_a_run_that_left_nothing_but_names_has_a_page(tmp_path):
     folder = write_run(tmp_path / "out", [], has_pictures=False)
     (folder / "scalewright.json").write_text(json.dumps({"layers": [{"name": "a"}, "b", {"name": 3}, {}]}))
@@ -225,6 +254,37 @@ def test_a_checkpoint_of_another_tool_is_told_by_its_files(tmp_path):
     page = page_of(found)
     assert "No scalewright.json lies beside this checkpoint, so another tool has written it." in words_of(page)
     assert 'id="heat"' not in page and 'id="worst"' not in page
+
+
+def test_experts_that_files_call_otherwise_have_bits(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    oneshot(AutoModelForCausalLM.from_config(config), scheme="W4A16", output_dir=tmp_path / "out")
+    found = read_folder(tmp_path / "out")
+    assert {each.name.split(".")[3] for each in found.layers} == {"self_attn", "mlp"}  # and block_sparse_moe in files
+    assert [each.name for each in found.layers if each.bits is None] == []
+    assert found.bits == pytest.approx(4.25, abs=0.05)
+    weights = sum(each.shape[0] * each.shape[1] for each in found.layers)
+    assert sum(each.bits * each.shape[0] * each.shape[1] for each in found.layers) == pytest.approx(
+        found.bits * weights
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("MXFP4A16", 4.25), ("MXFP6A16", 6.25), ("MXFP8A16", 8.25), ("NVFP4A16", 4.5)]
+)
+def test_small_floats_in_bytes_are_counted(scheme, bits, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4), dtype=torch.bfloat16)
+    result = oneshot(model, scheme=scheme, output_dir=tmp_path / "out")
+    shapes = {each.name: tuple(each.shape) for each in result.layers}
+    assert read_folder(tmp_path / "out").bits == pytest.approx(bits, abs=0.01)
+    (tmp_path / "out" / "scalewright.json").unlink()  # as another tool would leave it
+    found = read_folder(tmp_path / "out")
+    assert {each.name: each.shape for each in found.layers} == shapes
+    assert found.bits == pytest.approx(bits, abs=0.01)
 
 
 def test_what_cannot_be_reported_on_is_said(tmp_path):

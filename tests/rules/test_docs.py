@@ -6,6 +6,7 @@ What is generated in them is up to date, and the site can be built.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -219,6 +220,19 @@ def test_links_that_leave_the_docs_become_links_into_the_site() -> None:
     turned = tool("docs_site").links_into_the_site
     assert turned("[a](../examples/demo.py) [b](../CHANGELOG.md#x)") == "[a](examples/demo.py.md) [b](CHANGELOG.md#x)"
     assert turned("[a](../gone.md) [b](recipes.md)") == "[a](../gone.md) [b](recipes.md)"
+
+
+def test_how_fast_the_readme_says_the_best_scale_is_found_was_measured() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "search.json").read_text(encoding="utf-8"))["rows"]
+    ratios, above = [], []
+    for row in rows:
+        if row["case"] in ("optimal int4", "optimal int4, norm 2") and row["group_size"] == 128:
+            ours, peers = row["ours"], row["peer"]["seconds"]
+            ratios += [peers[threads] / seconds for threads, seconds in ours["seconds"].items()]
+            above += [ours["above_optimum"] or 0]
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in page
+    assert "within .1 % of the exact optimum at int4" in page and max(above) <= 0.001
 
 
 def test_only_the_generated_part_is_rewritten() -> None:

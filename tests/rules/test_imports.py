@@ -6,6 +6,7 @@ The files are read, not run: an import inside a function counts as much as one a
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "scalewright"
+DOCS = PACKAGE.parents[1] / "docs"
 
 # A part may import those before it, never those after it. The package's own __init__ may import all of them.
 ORDER = (
@@ -153,6 +155,32 @@ def test_parts_import_only_what_comes_before_them() -> None:
 def test_every_part_of_the_package_has_a_place_in_the_order() -> None:
     parts = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     assert parts - {"__init__", "__pycache__"} <= set(ORDER)
+
+
+def test_the_docs_name_every_part_in_this_order() -> None:
+    """`__main__` is the command line once more."""
+    tree = (DOCS / "design.md").read_text(encoding="utf-8").split("```")[1]
+    table = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^\|([^|]+)\|", table, re.MULTILINE))
+    assert re.findall(r"^  (\w+)(?:\.py|/)", tree, re.MULTILINE) == list(ORDER[:-1])
+    assert re.findall(r"`(\w+)(?:\.py|/)`", rows) == list(ORDER[:-1])
+
+
+def test_the_design_names_every_file() -> None:
+    """Commands are named as one: each has a file."""
+    named, part = set(), ""
+    for line in (DOCS / "design.md").read_text(encoding="utf-8").split("```")[1].splitlines()[2:]:
+        if line.startswith("  ") and line[2] != " ":
+            part = line[2:].split("/")[0] if "/" in line.split()[0] else ""
+        named |= {f"{part}/{name}".lstrip("/") for name in re.findall(r"\w+\.(?:py|cpp|h|html|css|js)\b", line)}
+    suffixes = (".py", ".cpp", ".h", ".html", ".css", ".js")
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.suffix in suffixes}
+    commands = {
+        "__main__.py",
+        *(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py") if "@app.command" in path.read_text("utf-8")),
+    }
+    files = {file for file in files if not file.endswith("__init__.py")} - commands
+    assert (files - named, named - files) == (set(), {"report/plotly.js"})  # which plotly brings along
 
 
 def test_no_files_import_each_other_in_a_ring() -> None:

@@ -38,6 +38,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "a
 _FEW_TOKENS = 2048
 _GIVE_SOME = "Give data that has text or token ids in it."
 _MUCH_UNKNOWN = 0.02
+_IDS = (torch.int32, torch.int64)  # what embeddings take
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -98,7 +99,7 @@ def _made(source: Source, options: DataOptions, encoder: _Encoder, vocab_size: i
     sequences = [torch.tensor(each) for each in found]
     num_tokens = sum(len(each) for each in sequences)
     short = _shortage(source.name, options, len(sequences), num_tokens, is_packed=is_packed)
-    notes = [*encoder.notes(sequences), *short]
+    notes = [*encoder.notes(sequences), *short, *_copies(source.name, options, found)]
     return Samples(list(_batched(sequences, options, encoder.pad)), len(sequences), num_tokens, notes)
 
 
@@ -154,6 +155,17 @@ def _shortage(name: str, options: DataOptions, num_samples: int, num_tokens: int
             f"Give {_FEW_TOKENS} or more."
         )
     return notes
+
+
+def _copies(name: str, options: DataOptions, samples: Sequence[Sequence[int]]) -> list[str]:
+    """A note where half of the samples or more are copies: they count as tokens, and GPTQ fits what few there are."""
+    num_different = len(set(map(tuple, samples)))
+    if not options.is_calibration or 2 * num_different > len(samples) or num_different == len(samples):
+        return []
+    return [
+        f"{name}: of {len(samples)} samples {num_different} are different, and the others are copies, which say "
+        "nothing new. Give other text."
+    ]
 
 
 # ---- samples to token ids --------------------------------------------------------------------------------------------
@@ -327,9 +339,13 @@ def _batch_of(number: int, row: Any, name: str) -> dict[str, Any]:
     if isinstance(row, list | tuple) and len(row) == 1:
         row = row[0]
     if isinstance(row, Tensor) and row.ndim == 2 and has_ids(row):
-        return {"input_ids": row}
+        row = {"input_ids": row}
     if isinstance(row, Mapping) and any(isinstance(each, Tensor) and each.ndim > 0 for each in row.values()):
-        return dict(row)
+        batch = dict(row)
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and has_ids(ids) and ids.dtype not in _IDS:  # as files of token ids have them
+            batch["input_ids"] = ids.long()
+        return batch
     what = f"a dict without tensors ({listed(row)})" if isinstance(row, Mapping) else described(row)
     raise DataError(
         f"{name}: batch {number} is {what}. A batch is a dict of tensors that the model is called with, or token ids "

@@ -7,10 +7,11 @@ layers, under the names that checkpoints of the architecture have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 _Linear = Callable[[Tensor], Tensor]
 _FUSED = ("gate_up_proj", "down_proj")
 _ONE_OF_ALL = "experts.*."  # in patterns of transformers
+_SORTED = "Llama4TextExperts"
 
 
 class Expert(nn.Module):
     """One expert: `down(gate(x) * up(x))`, with the gating of the module that it was taken from."""
 
     def __init__(self, fused: Any, index: int, names: Sequence[str]) -> None:
+        """`fused` has the weights, and says how they lie and what is between them."""
         super().__init__()
         self.tokens: Tensor | None = None
         """Which tokens of the batch it is given just now; None for all of them."""
@@ -69,9 +72,16 @@ class UnfusedExperts(nn.ModuleList):
     ones as ever.
     """
 
+    are_linear_in_transformers: ClassVar[bool] = False
+    """Whether transformers, too, takes them apart before it loads a quantised model, quantised experts or not."""
+
     def __init__(self, experts: Iterable[Expert]) -> None:
         super().__init__(experts)
         self.shows_all = False
+
+
+class ChosenExperts(UnfusedExperts):
+    """Those that are told which tokens have chosen whom."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [T, hidden], the experts chosen for each [T, k], and how much each of them counts."""
@@ -90,6 +100,51 @@ class UnfusedExperts(nn.ModuleList):
         return output
 
 
+class SortedExperts(UnfusedExperts):
+    """Those of Llama 4: each is given as many rows as there are tokens, and those of tokens that are not its own are
+    zeros, of which it makes zeros.
+    """
+
+    are_linear_in_transformers: ClassVar[bool] = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Rows [E * T, hidden], expert by expert, tokens already multiplied by how much their expert counts."""
+        x_ETH = hidden_states.reshape(len(self), -1, hidden_states.shape[-1])
+        output_ETH = torch.zeros_like(x_ETH)
+        for index, expert in enumerate(self):
+            assert isinstance(expert, Expert)
+            shows_all = self.shows_all and expert.is_watched
+            token = x_ETH[index].any(dim=-1).nonzero()[:, 0]
+            if shows_all:
+                expert(x_ETH.sum(dim=0), chosen_by=token)  # each token as strong as its own experts are given it
+            if len(token):
+                chosen = x_ETH[index, token]
+                output_ETH[index, token] = expert.unseen(chosen) if shows_all else expert(chosen, token)
+        return output_ETH.reshape(-1, x_ETH.shape[-1])
+
+
+class _SortedLayout:
+    """How `Llama4TextExperts` has its weights, in the words of other modules of transformers."""
+
+    is_transposed = True
+    has_bias = False
+
+    def __init__(self, fused: Any) -> None:
+        self.gate_up_proj, self.down_proj = fused.gate_up_proj, fused.down_proj
+        self._activation = fused.act_fn
+
+    def without_weights(self) -> _SortedLayout:
+        """The same for what is between the weights alone."""
+        bare = copy(self)
+        del bare.gate_up_proj, bare.down_proj
+        return bare
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated: Tensor = up * self._activation(gate)
+        return activated
+
+
 def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     """Take all fused experts of `model` apart, in place: the modules that were replaced, by name, and notes."""
     replaced: dict[str, nn.Module] = {}
@@ -97,6 +152,13 @@ def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     names, whole = _names_in_checkpoints(model), _name_of_all(model)
     for name, module in list(model.named_modules()):
         if not is_fused(module):
+            continue
+        if type(module).__name__ == _SORTED:
+            layout, names_there = _SortedLayout(module), ("gate_proj", "up_proj", "down_proj")
+            with torch.no_grad():
+                each_alone = (Expert(layout, index, names_there) for index in range(len(layout.gate_up_proj)))
+                model.set_submodule(name, SortedExperts(each_alone))
+            replaced[name] = module
             continue
         if not _can_be_unfused(module):
             notes.append(
@@ -112,9 +174,20 @@ def unfuse_experts(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
         weight = module.gate_up_proj
         assert isinstance(weight, Tensor)
         with torch.no_grad():
-            model.set_submodule(name, UnfusedExperts(Expert(module, index, names) for index in range(len(weight))))
+            model.set_submodule(name, ChosenExperts(Expert(module, index, names) for index in range(len(weight))))
         replaced[name] = module
     return replaced, notes
+
+
+def put_back(model: nn.Module, replaced: Mapping[str, nn.Module], quantised: Iterable[str]) -> None:
+    """Put experts that were taken apart back where none of them is quantised and loaders look for one tensor."""
+    names = list(quantised)
+    for name, fused in replaced.items():
+        apart = model.get_submodule(name)
+        if isinstance(apart, UnfusedExperts) and apart.are_linear_in_transformers:
+            continue
+        if not any(each.startswith(f"{name}.") for each in names):
+            model.set_submodule(name, fused)
 
 
 @contextmanager
@@ -137,6 +210,14 @@ def is_fused(module: nn.Module) -> bool:
     )
 
 
+def num_experts(module: nn.Module, name: str) -> int:
+    """How many experts it is made of; none if it is something else."""
+    if isinstance(module, UnfusedExperts) or (isinstance(module, nn.ModuleList) and name.endswith("experts")):
+        return len(module)
+    shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3] if is_fused(module) else []
+    return shapes[0][0] if shapes else 0
+
+
 def _can_be_unfused(module: nn.Module) -> bool:
     """Whether it says how its tensors are laid out, and that is one of the layouts which are known here."""
     has = {name: getattr(module, name, None) for name in ("has_gate", "is_concatenated", "has_post_expert_norm")}
@@ -148,8 +229,10 @@ def _can_be_unfused(module: nn.Module) -> bool:
     )
 
 
-def _without_weights(module: nn.Module) -> Any:
+def _without_weights(module: Any) -> Any:
     """The module for its methods alone; its tensors are not kept alive."""
+    if isinstance(module, _SortedLayout):
+        return module.without_weights()
     bare = copy(module)
     bare._parameters = {}
     return bare
@@ -188,6 +271,19 @@ def _sources(model: nn.Module) -> dict[str, list[str]]:
         for target in each.target_patterns
         if _last_name(target) in _FUSED
     }
+
+
+def put_together(model: nn.Module) -> str | None:
+    """A tensor that transformers makes of several in checkpoints, other than those of experts, if there is one."""
+    names = list(model.state_dict())
+    for each in _conversions(model):
+        is_joined = len(each.source_patterns) > 1 and all(x.endswith(".weight") for x in each.source_patterns)
+        if is_joined and not any(_last_name(target) in _FUSED for target in each.target_patterns):
+            pattern = re.compile("|".join(f"(?:{target})" for target in each.target_patterns))
+            found = next((name for name in names if pattern.search(name)), None)
+            if found is not None:
+                return found
+    return None
 
 
 def _last_name(pattern: str) -> str:

@@ -19,7 +19,7 @@ from scalewright.calibration.distributed import Ranks
 from scalewright.calibration.experts import is_fused
 from scalewright.calibration.pipelines import Batch, OnStep, silent
 from scalewright.calibration.plan import Plan
-from scalewright.calibration.targets import first_of, output_heads, resolve_targets
+from scalewright.calibration.targets import first_of, output_heads, resolve_targets, routers
 from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, ImportanceError, RecipeError, did_you_mean
 from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
@@ -253,21 +253,22 @@ def plan_gatherings(
     """
     gatherings: list[Gathering] = []
     gathered: set[str] = set()
+    asking = [{layer.name for layer in plan.layers if wants_importance(layer)} for plan in plans]
     waiting: list[IMatrixGatherer] = []
     for stage in stages:
         waiting += [each for each in stage if isinstance(each, IMatrixGatherer)]
         others = [each for each in stage if isinstance(each, QuantizationModifier)]
         if not others:
             continue
-        plan, later = plans[len(gatherings)], plans[len(gatherings) :]
-        wanted = {layer.name for each in later for layer in each.layers if wants_importance(layer)}
+        place = len(gatherings)
+        plan, wanted = plans[place], set().union(*asking[place:])
         collects = has_data and pipeline != "data_free"
         gathering = _gathering(model, waiting, wanted, files, collects=collects)
         if gathering.modules:
             _check_data(pipeline, has_data=has_data)
         gatherings.append(gathering)
         gathered |= gathering.names
-        wanted = {layer.name for layer in plan.layers if wants_importance(layer)}
+        wanted = asking[place]
         needs_data = any(each.data == "needed" for each in others)
         if pipeline == "auto" and wanted and wanted <= gathered and not needs_data:
             plan.pipeline, plan.why = "data_free", _BEFORE
@@ -328,9 +329,9 @@ def _gathering(
         if twice is not None:
             raise RecipeError(f"{twice}: two gatherers mean it. Use ignore, or narrower targets.")
         unused = [name for name in meant if name not in wanted and (importance is None or name in importance.sums)]
-        if "ignore" not in gatherer.given:  # few quantise it, so that it goes without saying
-            heads = output_heads(model)
-            unused = [name for name in unused if name not in heads]
+        if "ignore" not in gatherer.given:  # few quantise them, so that it goes without saying
+            left_alone = output_heads(model) | routers(model)
+            unused = [name for name in unused if name not in left_alone]
         if unused:
             found.notes.append(
                 f"{first_of(unused)}: no observer of the recipe uses importance here, so it is not gathered. Ignore "

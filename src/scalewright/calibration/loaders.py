@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -24,11 +26,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from scalewright.calibration.experts import UnfusedExperts, are_read_apart, is_fused
+from scalewright.calibration.experts import UnfusedExperts, are_read_apart, is_fused, put_together
 from scalewright.calibration.targets import QUANTIZABLE
 from scalewright.errors import ModelError
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import scheme_named
+from scalewright.numerics.layout import strategy_of
+
+_WORD = 32
 
 # ---- forms that cannot be read ---------------------------------------------------------------------------------------
 
@@ -55,6 +60,49 @@ def settle_formats(model: nn.Module, layers: Sequence[WatchedLayer]) -> None:
                 "unpacked ones while it is set up. Use 8 bits (W8A16, W8A8, FP8_DYNAMIC), or ignore this layer."
             )
         scheme.format = CompressionFormat.int_quantized.value
+
+
+def check_stored_alone(model: nn.Module, layers: Sequence[WatchedLayer]) -> None:
+    """Say no to weights that keep their name in few bits, where checkpoints have several of them in one tensor."""
+    plain = [layer for layer in layers if layer.format.value in _PLAIN]
+    if not plain or not isinstance(model, PreTrainedModel):
+        return
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QUANTIZABLE)]
+    known: Mapping[str, str] | None = None
+    with suppress(Exception):  # if transformers cannot say it, there is nothing to be said
+        known = renamed_in_checkpoints(model, names)
+    for layer in plain:
+        name = f"{layer.name}.weight"
+        if known is not None and name in names and name not in known:
+            raise ModelError(
+                f"{layer.name}: checkpoints of {type(model).__name__} have its weight in one tensor with others, which "
+                "takes no scales. Use a packed format (W4A16, W8A16), or ignore this layer."
+            )
+
+
+def check_zero_points(layers: Sequence[WatchedLayer]) -> None:
+    """Say no to zero points that compressed-tensors packs and then cannot unpack: those of few rows, by its version."""
+    for layer in layers:
+        args, (rows, columns) = layer.scheme.weights, layer.weight.shape[-2:]
+        if args is None or args.symmetric or layer.format != CompressionFormat.pack_quantized:
+            continue
+        if strategy_of(args) != "group" or rows * args.num_bits > _WORD:
+            continue
+        if not _can_unpack(args.num_bits, rows, -(-columns // args.group_size)):
+            raise ModelError(
+                f"{layer.name}: compressed-tensors cannot unpack zero points of {args.num_bits} bits for "
+                f"{rows} {'row' if rows == 1 else 'rows'}, but for {_WORD // args.num_bits + 1} and more. Give this "
+                "layer a symmetric scheme, or ignore it."
+            )
+
+
+@cache
+def _can_unpack(num_bits: int, rows: int, groups: int) -> bool:
+    try:
+        unpack_from_int32(torch.zeros(1, groups, dtype=torch.int32), num_bits, torch.Size((rows, groups)), packed_dim=0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _sets_up_its_own_way(model: nn.Module) -> bool:
@@ -160,7 +208,7 @@ def _name_all(model: nn.Module, config: QuantizationConfig, own: Mapping[str, st
 
     Experts are many, and have a pattern if they are of one group. It is the one that transformers looks for, too.
     """
-    lists = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
+    lists = _fused_by_transformers(model)
     patterns = sorted({f"re:.*\\.{re.escape(name.rpartition('.')[2])}\\.\\d+\\..*" for name in lists})
     experts = {name for name in own if any(match_name(name, each) for each in patterns)}
     if len({own[name] for name in experts}) > 1:
@@ -183,36 +231,52 @@ def _names_in_checkpoints(model: nn.Module) -> dict[str, str]:
     names = [name for name, module in every if isinstance(module, QUANTIZABLE)]
     found = {name: name for name in names}
     if isinstance(model, PreTrainedModel):
-        marked = {f"{name}.weight": torch.empty(i, 0, device="meta") for i, name in enumerate(names)}
-        # Weights that are stored in one tensor with others have no names to be found, and keep theirs.
         with suppress(Exception):
-            for key, mark in revert_weight_conversion(model, marked).items():
-                if key.endswith(".weight") and len(mark) < len(names):
-                    found[names[len(mark)]] = key.removesuffix(".weight")
+            for name, stored in renamed_in_checkpoints(model, [f"{name}.weight" for name in names]).items():
+                if stored.endswith(".weight"):
+                    found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
+    return found
+
+
+def renamed_in_checkpoints(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """The names in checkpoints of those tensors of a model that are just called otherwise there.
+
+    Tensors that are stored in one with others, or in pieces, are left out.
+    """
+    first = len(names) + 2  # pieces of a mark are shorter than any, and several in one are longer
+    marks = {name: torch.empty(first + i, 0, 1, 1, 1, 1, device="meta") for i, name in enumerate(names)}
+    found = {}
+    for stored, mark in revert_weight_conversion(model, marks).items():
+        if mark.ndim == 6 and mark.shape[1] == 0 and first <= len(mark) < first + len(names):
+            found[names[len(mark) - first]] = stored
     return found
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
-_PLAIN = (CompressionFormat.int_quantized.value, CompressionFormat.float_quantized.value)
+_PLAIN = (
+    CompressionFormat.int_quantized.value,
+    CompressionFormat.float_quantized.value,
+    CompressionFormat.naive_quantized.value,
+)
 
 
 def _settle_experts(
     model: nn.Module, config: QuantizationConfig, own: Mapping[str, str], stored: Mapping[str, str]
 ) -> None:
-    """Make transformers read all experts by the scheme that they have.
+    """Make transformers read all experts by the scheme that they have, and what else it puts together as it is.
 
     It keeps the experts of a layer in one tensor, so it restores their weights while it loads them, all by the scheme
     of one group: the first one with a pattern that has the word `experts` in it, else the first one that has a target
-    which is no pattern. If that is packed, it finds packed experts alone. If it is FP8, it finds weights as they are,
+    which is no pattern. If that is packed, it finds packed ones alone. If it is FP8, it finds weights as they are,
     and multiplies those that come with a scale by it; so that is what integers of 8 bits need, too. A group for that
     has a pattern which means nothing.
     """
-    lists = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
+    lists = _fused_by_transformers(model)
     fused = [name for name, module in model.named_modules() if is_fused(module)]
     groups = list(dict.fromkeys(group for name, group in own.items() if any(name.startswith(f"{x}.") for x in lists)))
     schemes = _schemes(config)
-    if not schemes or not (groups or fused):
+    if not schemes or not (groups or fused or put_together(model)):
         return
     config.ignore = [*(config.ignore or ()), *_ignored_experts(fused, own)]
     chosen = _group_of_experts(schemes)
@@ -248,12 +312,22 @@ def _is_fp8(args: QuantizationArgs | None) -> bool:
     return args is not None and (args.type, args.num_bits) == ("float", 8)
 
 
+def _fused_by_transformers(model: nn.Module) -> list[str]:
+    """Experts that are single layers here, and one tensor in transformers."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, UnfusedExperts) and not module.are_linear_in_transformers
+    ]
+
+
 def check_experts(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[str]:
     """Say no to experts that no loader can read; notes on those that only vLLM can."""
     schemes = {layer.name: layer.scheme for layer in layers}
     kinds: dict[str, QuantizationScheme | None] = {}
+    lists = _fused_by_transformers(model)
     for name, module in model.named_modules():
-        if isinstance(module, UnfusedExperts):
+        if isinstance(module, UnfusedExperts) and name in lists:
             kinds[name] = _scheme_of_all(name, module, schemes)
         elif is_fused(module):
             kinds[name] = None
@@ -278,6 +352,12 @@ def check_experts(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[str]
         return [
             f"{where}: vLLM reads such experts, transformers does not: {why}. For transformers use W4A16, W8A16 or "
             "FP8_DYNAMIC."
+        ]
+    joined = put_together(model)
+    if joined is not None and scheme.format not in _PLAIN:
+        return [
+            f"{where}: vLLM reads such experts beside {joined}, transformers does not: it looks for packed weights "
+            "wherever it puts several together. For transformers use FP8_DYNAMIC, or ignore the experts."
         ]
     inputs = scheme.input_activations
     if inputs is None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from traceback import walk_tb
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from scalewright.calibration import taps
 from scalewright.calibration.lockstep import Enough
+from scalewright.calibration.sources import first_line, listed
 from scalewright.calibration.steps import Unit
+from scalewright.errors import DataError, ScalewrightError
+
+# What models raise that are called with what they are not made for.
+_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 class Route:
@@ -119,3 +126,24 @@ def _configs(model: nn.Module) -> Iterator[Any]:
         if config is not None and hasattr(config, "__dict__"):
             yield config
             yield from (each for each in vars(config).values() if hasattr(each, "use_cache"))
+
+
+@contextmanager
+def calling(model: nn.Module, batch: Mapping[str, Any], number: int, count: int) -> Iterator[None]:
+    """Inside a model is called with a batch, the one of that `number` of `count`. An error of its own says which.
+
+    What observers raise that look at the batch is their own affair, and stays as it is.
+    """
+    try:
+        yield
+    except ScalewrightError:
+        raise
+    except _ERRORS as error:
+        if any(frame.f_globals is vars(taps) for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        shapes = (f"{name} {list(each.shape)}" for name, each in batch.items() if isinstance(each, Tensor))
+        raise DataError(
+            f"data: batch {number + 1} of {count} ({listed(shapes)}): {type(model).__name__} cannot be run on it "
+            f"({type(error).__name__}: {first_line(error).rstrip('.')}). Give batches that it can be called with, as "
+            "in model(**batch); or fewer samples in each, if memory is short."
+        ) from error

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from scalewright.calibration.data import no_texts, size_of
 from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import LockStep, copied
-from scalewright.calibration.passes import Route, evaluating, without_cache
+from scalewright.calibration.passes import Route, calling, evaluating, without_cache
 from scalewright.calibration.scratch import Thrift, WaitingRoom, give_back_freed, keep_freed, with_pages_of_their_own
 from scalewright.calibration.steps import (
     StepsInWords,
@@ -128,6 +128,7 @@ class Calibration:
         num_tokens = [max(1, size_of(batch)[1]) for batch in self.batches]
         own = self.ranks.share_of(num_tokens)
         self.batches = self.batches[own]
+        self._first, self._count = own.start, len(num_tokens)
         self._masks = Masks(self.model, self.batches)
         self._gallery = Gallery()
         self._streams = Streams(self.model)
@@ -332,7 +333,7 @@ class Calibration:
         for unit in list(left.values()):  # no batch came by
             calibrated(unit, ())
             self._give_up()
-        _note_shared(units, done, is_made_up_for=streams > 1)
+        _note_shared(self.model, units, done, is_made_up_for=streams > 1)
         return [layer for layers in done.values() for layer in layers]
 
     def _steps_of(self, unit: Unit, lockstep: LockStep, batches: Sequence[int]) -> list[Unit]:
@@ -357,6 +358,7 @@ class Calibration:
         count = len(self.batches)
         unquantised = [batch for batch in batches if batch >= count]
         is_done = self._is_done(unit.layers)
+        self._thrift.make_room(max((layer.room for layer in unit.layers), default=0))
         wants_both = any(layer.wants_unquantised for layer in unit.layers)
         with self._watched(unit.layers, unit.step_of or unit.module):
             if not is_done and any(layer.wants_data for layer in unit.layers):
@@ -445,6 +447,10 @@ class Calibration:
             inputs = copied(inputs)
         if not self._takes_masks:  # what is masked is known to observers all the same
             inputs.pop("attention_mask", None)
+        with calling(self.model, inputs, self._first + batch, self._count):
+            self._call(inputs)
+
+    def _call(self, inputs: dict[str, Any]) -> None:
         try:
             self.model(**inputs)
         except (ValueError, AttributeError, TypeError) as error:
@@ -544,6 +550,9 @@ def _sharing_a_scale(layers: Sequence[WatchedLayer]) -> list[list[WatchedLayer]]
     return groups
 
 
+_AGAIN = "is used again after it was quantised"
+
+
 def _note_again(
     name: str, layers: Sequence[WatchedLayer], done: Sequence[QuantizedLayer], *, is_made_up_for: bool
 ) -> None:
@@ -554,18 +563,28 @@ def _note_again(
         "later layers do not make up for what that loses": is_made_up_for,
     }
     for what in (each for each, is_so in amiss.items() if is_so):
-        note = f"{name}: is used again after it was quantised, and {what}."
+        note = f"{name}: {_AGAIN}, and {what}."
         if note not in done[0].notes:
             done[0].notes.append(note)
 
 
-def _note_shared(units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLayer]], *, is_made_up_for: bool) -> None:
-    """Say which layers are in more than one unit."""
+def _note_shared(
+    model: nn.Module, units: Mapping[str, Unit], done: Mapping[str, list[QuantizedLayer]], *, is_made_up_for: bool
+) -> None:
+    """Say which layers are in more than one unit, or in more than one place of a list, of which passes see the first.
+
+    Those of a unit that a pass has come to again are known: it has a note.
+    """
     owners: dict[int, set[str]] = {}
     for name, unit in units.items():
         for module in {*unit.module.modules(), *(layer.module for layer in unit.layers)}:
             owners.setdefault(id(module), set()).add(name)
+    listed = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+    places = Counter((id(each), id(module)) for each in listed for item in each for module in item.modules())
+    repeated = {module for (_, module), count in places.items() if count > 1}
     for name, unit in units.items():
+        is_known = any(note.startswith(f"{name}: {_AGAIN}") for note in done[name][0].notes) if done[name] else True
         for layer, result in zip(unit.layers, done[name], strict=True):
-            if any(not is_within(name, other) for other in owners[id(layer.module)]):
+            is_shared = any(not is_within(name, other) for other in owners[id(layer.module)])
+            if is_shared or (id(layer.module) in repeated and not is_known):
                 _note_again(layer.name, [layer], [result], is_made_up_for=is_made_up_for)

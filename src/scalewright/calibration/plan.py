@@ -9,8 +9,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor, nn
 
-from scalewright.calibration.experts import unfuse_experts
-from scalewright.calibration.loaders import check_experts, notes_on_dtype, settle_formats
+from scalewright.calibration.experts import put_back, unfuse_experts
+from scalewright.calibration.loaders import (
+    check_experts,
+    check_stored_alone,
+    check_zero_points,
+    notes_on_dtype,
+    settle_formats,
+)
 from scalewright.calibration.targets import (
     Pattern,
     check_layers,
@@ -101,7 +107,10 @@ def make_plans(
             raise RecipeError(f"{twice}: two stages mean it, and it can be quantised once. Use ignore in one of them.")
         names |= {layer.name for layer in plan.layers}
     layers = [layer for plan in plans for layer in plan.layers]
-    settle_formats(model, [layer for layer in layers if layer.scheme.weights is not None])
+    with_weights = [layer for layer in layers if layer.scheme.weights is not None]
+    settle_formats(model, with_weights)
+    check_zero_points(with_weights)
+    check_stored_alone(model, with_weights)
     plans[-1].notes += [*check_experts(model, layers), *notes_on_dtype(layers)]
     return plans
 
@@ -136,9 +145,7 @@ def make_plan(
         WatchedAttention(name, module, args, model=model, queries=queries)
         for name, module, args, queries in targets.attention
     ]
-    for name, fused in replaced.items():
-        if not any(layer.name.startswith(f"{name}.") for layer in layers):
-            model.set_submodule(name, fused)
+    put_back(model, replaced, (layer.name for layer in layers))
     if not layers:
         raise RecipeError(
             " ".join(["the recipe means no layer of this model. Name linear layers or embeddings in targets.", *notes])
@@ -180,7 +187,10 @@ def _pipeline(
             "or do without: QuantizationModifier in a recipe, quality fast or balanced on the command line."
         )
     if rounding is not None and asked == "data_free":
-        raise DataError(f"{rounding} rounds weights with their inputs in mind, so it cannot be run data_free.")
+        raise DataError(
+            f"{rounding} rounds weights with their inputs in mind, so it cannot be run data_free. Use sequential, or "
+            "leave the pipeline out."
+        )
     if rounding is not None and asked == "auto":
         return "sequential", f"{rounding} rounds each layer for what the quantised layers before it really give it"
     if "needed" in needs and not has_data:
@@ -189,7 +199,10 @@ def _pipeline(
             "scheme with dynamic activations."
         )
     if asked == "data_free" and "needed" in needs:
-        raise DataError("the recipe has static activation scales, so it cannot be run data_free.")
+        raise DataError(
+            "the recipe has static activation scales, so it cannot be run data_free. Leave the pipeline out, or make "
+            "them dynamic."
+        )
     if asked in ("basic", "sequential") and not has_data:
         raise DataError(f"the {asked} pipeline runs data through the model. Give a dataset.")
     if asked == "sequential" and not blocks and rounding is None:

@@ -23,6 +23,7 @@ from scalewright.errors import OutputError
 
 _SMALL = 1 << 16  # bytes of a tensor that may stay where it is
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as glibc's malloc.h has them
+_MUCH = 32 << 20  # bytes
 _FREED = 31 << 20  # with what the allocator adds, just below what it minds
 
 
@@ -130,6 +131,12 @@ class Thrift:
 
     step: int = 48 << 20
     _mark: int | None = None
+
+    def make_room(self, size: int) -> None:
+        """To be called before so many bytes are taken at once: gaps are no room for what is large."""
+        if size >= _MUCH:
+            give_back_freed()
+            self._mark = None
 
     def look(self) -> None:
         """To be called now and then, where few tensors that come and go are there."""

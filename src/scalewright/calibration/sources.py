@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ _COLUMNS = ("input_ids", "text", "messages", "conversations", "content", "prompt
 _SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
 _CHARACTERS_PER_TOKEN = 4
+_OPEN_FILES = ("/dev/fd", "/proc/self/fd")
 _TOO_MUCH = "not JSON that can be read"
 
 
@@ -122,8 +124,11 @@ def open_source(dataset: Any, options: DataOptions) -> Source:
 
 
 def check_file(dataset: Any) -> None:
-    """Say no to the name of a file that is not there, and to what is no name at all."""
-    if not isinstance(dataset, str | Path) or os.path.exists(dataset):
+    """Say no to the name of a file that is not there, to a pipe or a device, and to what is no name at all."""
+    if not isinstance(dataset, str | Path):
+        return
+    if os.path.exists(dataset):
+        _check_kind(Path(dataset))
         return
     is_file = Path(dataset).suffix.lower() in _SUFFIXES or str(dataset).startswith(("/", "./", "../", "~"))
     if is_file or isinstance(dataset, Path):
@@ -246,6 +251,7 @@ def _no_data(name: str, data: Any) -> DataError:
 
 
 def _from_file(path: Path, options: DataOptions) -> Source:
+    _check_kind(path)
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     try:
         if path.suffix.lower() in readers:
@@ -264,6 +270,26 @@ def _from_file(path: Path, options: DataOptions) -> Source:
         return _without_column(Source(path.name, text.split("\n")), options)
     pieces = list(_pieces(text, options.max_seq_length * _CHARACTERS_PER_TOKEN))
     return _without_column(Source(path.name, pieces, is_running=True), options)
+
+
+def _check_kind(path: Path) -> None:
+    """Say no to what is neither a file nor a folder: a pipe that nobody writes to would be waited for for ever."""
+    odd = _odd_kind(path)
+    if odd == "a pipe" and str(path.parent) in _OPEN_FILES:  # as a shell gives what another command writes
+        return
+    if odd is not None:
+        raise DataError(f"{path}: is {odd}, and no file. Write what comes out of it to a file, and give that.")
+
+
+def _odd_kind(path: Path) -> str | None:
+    """What something is that is there and is neither a file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # whoever opens it will say why
+        return None
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _no_file(path: Path) -> DataError:

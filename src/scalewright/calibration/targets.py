@@ -6,7 +6,8 @@ A target or an ignored name is one of:
 - `model.layers.3.mlp.down_proj`: the exact name of a module;
 - `layers.1.*`: a shell wildcard, for the whole name or for what follows one of its dots;
 - `re:.*mlp.*`: a regular expression that matches from the beginning of the name;
-- `model:output_head` (to ignore only): the layers that turn what flows through the model into its answer.
+- `model:output_head` (to ignore only): the layers that turn what flows through the model into its answer;
+- `model:routers` (to ignore only): the layers that choose experts, or weigh them.
 
 Where several groups mean one module, an exact name goes before a pattern and a pattern before a class; then the first
 of them. What the recipe does not quantise stays as it is; entries that change nothing become notes.
@@ -14,6 +15,7 @@ of them. What the recipe does not quantise stays as it is; entries that change n
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,8 +27,9 @@ from compressed_tensors.utils import InternalModule, match_targets
 from compressed_tensors.utils.match import is_narrow_match
 from torch import Tensor, nn
 
+from scalewright.calibration.experts import num_experts
 from scalewright.errors import LayoutError, ModelError, RecipeError, did_you_mean
-from scalewright.modifiers.base import OUTPUT_HEAD, matches, regex_of
+from scalewright.modifiers.base import LEFT_ALONE, OUTPUT_HEAD, ROUTERS, matches, regex_of
 from scalewright.modifiers.quantization import Group, QuantizationModifier
 from scalewright.numerics.layout import check_divides, check_groups, check_strategy, strategy_of
 
@@ -131,12 +134,13 @@ class _Resolution:
         self.modifier = modifier
         self.patterns = {text: Pattern.of(text) for group in modifier.groups for text in group.targets}
         self.ignores = {text: Pattern.of(text) for text in modifier.ignore}
-        if OUTPUT_HEAD in self.ignores:
-            self.ignores[OUTPUT_HEAD] = Pattern(OUTPUT_HEAD, None, output_heads(model))
+        for word, find in ((OUTPUT_HEAD, output_heads), (ROUTERS, routers)):
+            if word in self.ignores:
+                self.ignores[word] = Pattern(word, None, find(model))
         self.found = Targets()
         self.used: set[str] = set()  # targets and ignored names that mean something which could be quantised
         self.seen: set[str] = set()  # those that mean any module at all
-        self.odd: dict[str, list[str]] = {}  # matrices that there is no format for, by class
+        self.odd: dict[type[nn.Module], list[str]] = {}  # matrices that no loader could run quantised, by class
         self.ignored_attention: list[str] = []
 
     def run(self) -> Targets:
@@ -147,13 +151,13 @@ class _Resolution:
             if _is_attention(module):
                 self.used |= ignoring
                 self._take_attention(name, module, is_ignored=bool(ignoring))
-            elif isinstance(module, QUANTIZABLE):
+            elif isinstance(module, QUANTIZABLE) and _takes_one_input(module):
                 self.used |= matching | ignoring
                 self._take_layer(name, module, is_ignored=bool(ignoring))
             elif _has_matrix(module) and (matching or ignoring or _is_like_linear(module)):
                 self.used |= matching | ignoring
                 if not ignoring:
-                    self.odd.setdefault(type(module).__name__, []).append(name)
+                    self.odd.setdefault(type(module), []).append(name)
         self._check_attention()
         self.found.notes += self._notes()
         return self.found
@@ -243,7 +247,7 @@ class _Resolution:
         for field_name, patterns in (("targets", self.patterns), ("ignore", self.ignores)):
             unused = [text for text in patterns if text not in self.used]
             if field_name == "ignore":  # a model without a head needs none to be ignored
-                unused = [text for text in unused if text != OUTPUT_HEAD]
+                unused = [text for text in unused if text not in LEFT_ALONE]
             yield from (self._unused(field_name, text) for text in unused)
         served = {layer.group for layer in self.found.layers}
         for group in self.modifier.groups:
@@ -253,7 +257,10 @@ class _Resolution:
                     f"targets {', '.join(group.targets)}: all that they mean is ignored, or belongs to other groups."
                 )
         for kind, names in self.odd.items():
-            yield f"{first_of(names)}: compressed-tensors has no format for {kind}, so it stays as it is."
+            why = f"compressed-tensors has no format for {kind.__name__}"
+            if issubclass(kind, QUANTIZABLE):
+                why = f"compressed-tensors gives quantised layers one input, and {kind.__name__} takes more"
+            yield f"{first_of(names)}: {why}, so it stays as it is."
 
     def _unused(self, field_name: str, text: str) -> str:
         """What to say of an entry that changes nothing."""
@@ -287,6 +294,23 @@ def output_heads(model: nn.Module) -> frozenset[str]:
         is_named_so = parts[0] in _HEADS or "lm_head" in parts
         if isinstance(module, nn.Linear) and (module is told or is_named_so):
             found.add(name)
+    return frozenset(found)
+
+
+def routers(model: nn.Module) -> frozenset[str]:
+    """The names of the linear layers that choose experts, or weigh them: they stand beside experts, and have an output
+    for each of these, or one in all.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        count = num_experts(module, name)
+        if not count:
+            continue
+        home = name.rpartition(".")[0]
+        for inner, layer in model.get_submodule(home).named_modules(prefix=home):
+            is_within = inner == name or inner.startswith(f"{name}.")
+            if isinstance(layer, nn.Linear) and layer.out_features in (1, count) and not is_within:
+                found.add(inner)
     return frozenset(found)
 
 
@@ -352,6 +376,13 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(each.ndim >= 2 for each in module.parameters(recurse=False))
 
 
+def _takes_one_input(module: nn.Module) -> bool:
+    """Whether its `forward` may be called as that of any linear layer or embedding; OPT's positions may not."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = inspect.signature(type(module).forward).parameters.values()
+    return sum(each.kind in named for each in taken) <= len(("self", "input"))
+
+
 def _is_like_linear(module: nn.Module) -> bool:
     """A matrix multiplication under another name, as GPT-2 has it."""
     return type(module).__name__ == "Conv1D"
@@ -387,6 +418,11 @@ def check_layers(layers: Iterable[Target]) -> None:
 
 
 def _check_fits(args: QuantizationArgs, base_name: str, width: int, name: str) -> None:
+    if base_name != "weight" and args.dynamic is False and strategy_of(args) in ("group", "tensor_group"):
+        raise RecipeError(
+            f"{name}.{base_name}: no loader applies static scales of groups to activations. Set dynamic to true, or to "
+            "local under a global scale (strategy tensor_group), or use strategy tensor."
+        )
     try:
         check_strategy(base_name, args)
         if strategy_of(args) == "block":

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.shards import DTYPES, TensorAt
-from scalewright.errors import ModelError
+from scalewright.errors import ModelError, RecipeError
+from scalewright.modifiers.base import matches
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION, RECIPE, RECORD = "generation_config.json", "recipe.yaml", "scalewright.json"
@@ -62,6 +63,8 @@ class Record:
     """Of the tensors that the run has written."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What it has written in other files, by their names."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files beside these."""
 
 
 class BrokenFileError(Exception):
@@ -106,7 +109,12 @@ class Folder:
         told = self.json(RECORD)
         if told is None:
             return Record()
-        return Record(self._layers(told.get("layers")), self._digests(told), self._settings(told))
+        return Record(
+            self._layers(told.get("layers")),
+            self._digests(told, "digests", "tensors"),
+            self._settings(told),
+            self._digests(told, "files", "files"),
+        )
 
     def _layers(self, layers: Any) -> dict[str, Recorded]:
         found: dict[str, Recorded] = {}
@@ -120,13 +128,13 @@ class Folder:
             self.say(RECORD, "has no list of layers.")
         return found
 
-    def _digests(self, told: Mapping[str, Any]) -> dict[str, str]:
+    def _digests(self, told: Mapping[str, Any], key: str, what: str) -> dict[str, str]:
         """Those that are recorded: runs before there were any have none."""
-        digests = told.get("digests")
+        digests = told.get(key)
         if digests is None:
             return {}
         if not isinstance(digests, dict) or not all(isinstance(each, str) for each in digests.values()):
-            self.say(RECORD, "its digests are no texts by the names of tensors.")
+            self.say(RECORD, f"its {key} are no texts by the names of {what}.")
             return {}
         return digests
 
@@ -188,20 +196,52 @@ def check_source(path: Path) -> None:
     places = _files_by_index(folder, []) if (path / INDEX).exists() else dict.fromkeys(files)
     if folder.problems:
         raise ModelError(f"{path}: {folder.problems[0]}")
-    num_tensors = sum(_number_of_tensors(path / file) for file in places)
-    many = None
+    names = [name for file in places for name in _names_in(path / file)]
+    config: Any = None
     with suppress(ValueError, RecursionError, BrokenFileError):  # which a loader says in words
         config = json.loads(_contents(path / CONFIG))
-        many = too_many_parts(config, num_tensors) if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return
+    many = too_many_parts(config, len(names))
     if many is not None:
         raise ModelError(f"{path / CONFIG}: {many}.")
-
-
-def _number_of_tensors(file: Path) -> int:
+    modules = modules_of(names)
     try:
-        return len(_header(file))
+        for text in _texts_in(config.get("quantization_config")):
+            with suppress(re.error):  # which a loader says in words
+                check_pattern(text, modules)
+    except RecipeError as error:
+        raise ModelError(f"{path / CONFIG}: {error}") from None
+
+
+def _names_in(file: Path) -> Iterable[str]:
+    try:
+        return _header(file).keys()
     except BrokenFileError as broken:
         raise ModelError(f"{file}: {broken}") from None
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All texts in plain data, but for the names of entries."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+
+
+def modules_of(tensors: Iterable[str]) -> list[str]:
+    """The modules that tensors belong to, by their names."""
+    return sorted({name.rpartition(".")[0] for name in tensors})
+
+
+def check_pattern(text: str, modules: Iterable[str]) -> None:
+    """Say no to a pattern that is none (re.error), or that loaders would compare with names for ever (RecipeError)."""
+    if text.startswith("re:"):
+        pattern = re.compile(text.removeprefix("re:"))
+        for name in modules:
+            matches(pattern, name)
 
 
 def too_many_parts(config: Mapping[str, Any], num_tensors: int) -> str | None:
@@ -251,7 +291,7 @@ def _files_by_index(folder: Folder, files: list[str]) -> dict[str, set[str] | No
         assert owned is not None
         owned.add(tensor)
     for file in list(named):
-        if not _stays_inside(file):
+        if not stays_inside(file):
             folder.say(INDEX, f"names the file '{file}', which is outside of the folder. It is not looked at.")
             del named[file]
         elif not (folder.path / file).is_file():
@@ -266,7 +306,8 @@ def _files_by_index(folder: Folder, files: list[str]) -> dict[str, set[str] | No
     return named
 
 
-def _stays_inside(name: str) -> bool:
+def stays_inside(name: str) -> bool:
+    """Whether a name that a file gives is that of something in its own folder."""
     path = PurePosixPath(name)
     is_name = 0 < len(name) < _MAX_NAME and name.isprintable() and not set(name) & {"\\", ":"}
     return is_name and not path.is_absolute() and ".." not in path.parts

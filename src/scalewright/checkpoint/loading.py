@@ -62,10 +62,10 @@ def check_dtype(dtype: str | torch.dtype) -> None:
         raise ModelError(f"dtype: there is no '{name}'.{did_you_mean(name, _DTYPES)} Use {', '.join(_DTYPES)}.")
 
 
-def check_model(model: Any) -> None:
-    """Say no to what is neither a model nor the name of one."""
+def check_model(model: Any, called: str = "model") -> None:
+    """Say no to what is neither a model nor the name of one; `called` is what the caller calls it."""
     if not isinstance(model, nn.Module | str | Path):
-        raise ModelError(f"model: {type(model).__name__} is none. Give a module, a folder or a name on the hub.")
+        raise ModelError(f"{called}: {type(model).__name__} is none. Give a module, a folder or a name on the hub.")
 
 
 def check_device(device: str | torch.device | None) -> None:

@@ -2,7 +2,8 @@
 
 An angle, an epsilon or the id of an end can be changed so that every shape still fits: such a model loads, and writes
 something else. So the record of a run keeps what was written, and each key that has another value, or is gone, is a
-problem. What was added is a note: it may be a setting that only another program knows. What says nothing of the model,
+problem. What was added is a note: it may be a setting that only another program knows. So is how text is drawn (a
+temperature), which is for users to say. What says nothing of the model,
 such as the version of the program that saved it, is passed over, and the order and the look of a file do not matter.
 """
 
@@ -34,17 +35,36 @@ def written_settings(folder: Path) -> dict[str, Any]:
 def changed_settings(file: str, now: _Values, written: _Values) -> Iterator[Problem]:
     """A problem for each key whose value is not the one that was written."""
     for key, value, before in _differences(now, written):
-        if before is not _NONE:
-            is_now = "is gone" if value is _NONE else f"is {_shown(value)}"
+        if before is not _NONE and not _is_choice(file, key):
             yield Problem(
                 file,
-                f"{key} {is_now}, and was written as {_shown(before)}, by {RECORD}. Put it back; if that was meant, "
-                "take it out of 'settings' there.",
+                f"{key} {_is_now(value)}, and was written as {_shown(before)}, by {RECORD}. Put it back; if that was "
+                "meant, take it out of 'settings' there.",
             )
 
 
-def added_settings(file: str, now: _Values, written: _Values) -> list[str]:
-    """A note on what a file has besides what was written."""
+def notes_on_settings(file: str, now: _Values, written: _Values) -> list[str]:
+    """What a file says otherwise that is for users to say, and what it has besides what was written."""
+    return [
+        *(
+            str(Problem(file, f"{key} {_is_now(value)}, and was written as {_shown(before)}."))
+            for key, value, before in _differences(now, written)
+            if before is not _NONE and _is_choice(file, key)
+        ),
+        *_added(file, now, written),
+    ]
+
+
+def _is_choice(file: str, key: str) -> bool:
+    """Whether it is how text is drawn, and not which tokens begin and end it."""
+    return file == GENERATION and "token" not in key
+
+
+def _is_now(value: Any) -> str:
+    return "is gone" if value is _NONE else f"is {_shown(value)}"
+
+
+def _added(file: str, now: _Values, written: _Values) -> list[str]:
     new = [key for key, _, before in _differences(now, written) if before is _NONE]
     if not new:
         return []

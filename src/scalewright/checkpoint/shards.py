@@ -42,6 +42,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 22
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+_PLAIN = {"format": "pt"}
 
 
 class Writer(Protocol):
@@ -93,7 +94,8 @@ class TensorHere:
 
     def chunks(self) -> Iterator[memoryview]:
         """Its bytes, all at once: they are here already."""
-        flat = self.tensor.detach().resolve_neg().cpu().reshape(-1)
+        flat = self.tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+        flat = flat.as_strided(flat.shape, (1,))  # one number alone is contiguous with any stride, and is no bytes then
         raw = flat.view(torch.uint8)
         if sys.byteorder == "big":  # files are little-endian
             raw = raw.reshape(-1, flat.element_size()).flip(1).reshape(-1)
@@ -192,11 +194,13 @@ def _write(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         return write_tensors(opened, tensors)
 
 
-def write_tensors(target: Writer, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+def write_tensors(
+    target: Writer, tensors: Mapping[str, StoredTensor], *, metadata: Mapping[str, str] = _PLAIN
+) -> dict[str, str]:
     """Write a file of some tensors; the digest of each."""
     # Readers map the file: tensors with large elements go first, so that all are aligned to their elements.
     ordered = sorted(tensors.items(), key=lambda item: (-_item_size(item[1]), item[0]))
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     place = 0
     for name, each in ordered:
         header[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [place, place + each.num_bytes]}

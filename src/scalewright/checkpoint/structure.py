@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from scalewright.calibration.experts import unfuse_experts
-from scalewright.calibration.loaders import groups_read
+from scalewright.calibration.experts import put_back, unfuse_experts
+from scalewright.calibration.loaders import groups_read, renamed_in_checkpoints
 from scalewright.calibration.targets import QUANTIZABLE
 from scalewright.checkpoint.classes import class_called, is_model_of
 from scalewright.checkpoint.folder import CONFIG, Folder, Recorded, first_line, read_tensor, too_many_parts
@@ -119,6 +119,17 @@ def ties_of(folder: Folder, config: Mapping[str, Any]) -> list[set[str]]:
     return [{places.get(each, each) for each in tie} for tie in _ties(model, state)]
 
 
+def names_in_files(folder: Folder, config: Mapping[str, Any], layers: Sequence[str]) -> dict[str, str]:
+    """What quantised layers are called in the files, by their names in the model; empty if that cannot be told."""
+    model, _, _ = built_model(folder, config)
+    if model is None:
+        return {}
+    unfuse_experts(model)
+    marked = [f"{name}.weight_scale" for name in layers]
+    names = _names_in_files(model, {}, marked, folder.tensors.keys())
+    return {} if names is None else {name: names[1][f"{name}.weight_scale"].rpartition(".")[0] for name in layers}
+
+
 # ---- by the model ----------------------------------------------------------------------------------------------------
 
 
@@ -160,9 +171,7 @@ def _by_model(folder: Folder, model: nn.Module, quantization: QuantizationConfig
     """None if hardly a name of the model is that of a tensor in the files."""
     replaced, _ = unfuse_experts(model)
     groups = groups_read(model, quantization, {})
-    for name, fused in replaced.items():
-        if not any(each.startswith(f"{name}.") for each in groups):
-            model.set_submodule(name, fused)
+    put_back(model, replaced, groups)
     structure = Structure()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
@@ -175,6 +184,9 @@ def _by_model(folder: Folder, model: nn.Module, quantization: QuantizationConfig
             continue
         described.append((name, *found))
         state.pop(f"{name}.weight", None)
+        if isinstance(module, QUANTIZABLE):
+            # compressed-tensors makes parameters of them, which transformers then misses if they are not stored.
+            state |= {f"{name}.{buffer}": each.detach() for buffer, each in module.named_buffers(recurse=False)}
     places = [f"{name}.{local}" for name, *_, tensors in described for local in tensors]
     names = _names_in_files(model, state, places, folder.tensors.keys())
     if names is None:
@@ -243,7 +255,8 @@ def _ties(model: nn.Module, kept: Mapping[str, Tensor]) -> list[set[str]]:
         by_id.setdefault(id(each), set()).add(name)
     ties = [names for names in by_id.values() if len(names) > 1]
     said: Any = getattr(model, "all_tied_weights_keys", None)
-    return ties + [{one, other} for one, other in said.items()] if isinstance(said, Mapping) else ties
+    pairs = [{one, other} for one, other in said.items()] if isinstance(said, Mapping) else []
+    return ties + [pair for pair in pairs if not any(pair <= tie for tie in ties)]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -284,7 +297,7 @@ def _renamings(
             with suppress(Exception):  # if transformers cannot say it, the model's own names have to do
                 if is_old:
                     vars(model)["_weight_conversions"] = get_model_conversion_mapping(model)
-                places = _renamed_marks(model, [*marked, *state])
+                places = renamed_in_checkpoints(model, [*marked, *state])
                 reverted = revert_weight_conversion(model, dict(state))
                 sources = {places.get(name, name): {name} for name in state}
                 # What was made of several, or cut from one, is a parameter.
@@ -292,16 +305,6 @@ def _renamings(
                 if all(name in places for name in marked):
                     yield others, places
     yield plain, {name: name for name in [*marked, *state]}
-
-
-def _renamed_marks(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """The names in checkpoints of all tensors that are just called otherwise there."""
-    marks = {name: torch.empty(i, 0, 1, 1, 1, 1, device="meta") for i, name in enumerate(names)}
-    found = {}
-    for name, mark in revert_weight_conversion(model, marks).items():
-        if mark.ndim == 6 and mark.shape[1] == 0:
-            found[names[len(mark)]] = name
-    return found
 
 
 # ---- by the names ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ weight against the error that the record of the run claims.
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
 
 from scalewright.calibration.hub import folder_in_cache
+from scalewright.checkpoint.beside import changed_files
 from scalewright.checkpoint.folder import (
     BESIDE,
     CONFIG,
@@ -28,18 +28,19 @@ from scalewright.checkpoint.folder import (
     Folder,
     Record,
     Recorded,
+    check_pattern,
     first_line,
+    modules_of,
     read_folder,
     read_tensor,
 )
 from scalewright.checkpoint.formats import NVFP4, Stored
 from scalewright.checkpoint.problems import Problem
-from scalewright.checkpoint.settings import added_settings, changed_settings
+from scalewright.checkpoint.settings import changed_settings, notes_on_settings
 from scalewright.checkpoint.shards import TensorAt, digest_of
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
 from scalewright.errors import ModelError, OutputError
-from scalewright.modifiers.base import matches
 from scalewright.modifiers.schemes import in_words
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 
@@ -79,19 +80,23 @@ def verify_checkpoint(folder: str | Path, *, against: str | Path | None = None) 
 
 def examine(folder: str | Path, *, against: str | Path | None = None) -> Verification:
     """What `verify_checkpoint` finds, with the figures and notes that belong to it."""
-    return _examined(Path(folder), against=against, beside=BESIDE)
+    return _examined(Path(folder), against=against)
 
 
-def _examined(folder: Path, *, against: str | Path | None = None, beside: Iterable[str]) -> Verification:
-    """The same, with files `beside` the tensors and their configuration."""
+def _examined(folder: Path, *, against: str | Path | None = None, is_new: bool = False) -> Verification:
+    """The same. Of a folder that `is_new`, files that others have just written there are not read again."""
     original = None if against is None else _original(Path(against))
     found = read_folder(folder)
     config = found.json(CONFIG)
     quantization = None if config is None else _quantization(found, config)
     record = found.record()
     may_be_negative = asks_for_signed_scales(found.recipe())
-    settings = {CONFIG: config, **{file: found.json(file) for file in beside}}
+    settings = {CONFIG: config, **{file: found.json(file) for file in ((GENERATION,) if is_new else BESIDE)}}
     changed, added = _settings(record, settings, found)
+    if not is_new:
+        broken = {problem.where for problem in found.problems}  # in better words
+        of_files, edited = changed_files(folder, {k: v for k, v in record.files.items() if k not in broken})
+        changed, added = [*changed, *of_files], [*added, *edited]
     if config is None or quantization is None:
         return Verification([*found.problems, *changed], added, len(found.tensors), 0)
     structure = structure_of(found, config, quantization, record.layers)
@@ -109,7 +114,7 @@ def check_draft(draft: Path, out: Path) -> None:
 
     The files of a tokenizer were written a moment ago by who reads them; they may be as large as a small model.
     """
-    problems = _examined(draft, beside=(GENERATION,)).problems
+    problems = _examined(draft, is_new=True).problems
     if problems:
         count = f"{len(problems)} problems were" if len(problems) > 1 else "a problem was"
         raise OutputError(
@@ -155,12 +160,12 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> QuantizationConf
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = QuantizationConfig.model_validate(given)
-            names = {name.rpartition(".")[0] for name in folder.tensors}
+            modules = modules_of(folder.tensors)
             for scheme in parsed.config_groups.values():
                 format_of(scheme, parsed)
             targets = [each for scheme in parsed.config_groups.values() for each in scheme.targets]
             for each in (*targets, *(parsed.ignore or ())):
-                _check_pattern(each, names)
+                check_pattern(each, modules)
     except Exception as error:  # pydantic, compressed-tensors and re, each with its own kind
         folder.say(CONFIG, f"its quantization_config cannot be read ({_reason(error)}).")
         return None
@@ -186,7 +191,7 @@ def _settings(
         written = record.settings.get(name)
         if written is not None and now is not None:
             problems += changed_settings(name, now, written)
-            notes += added_settings(name, now, written)
+            notes += notes_on_settings(name, now, written)
         elif written is not None and not (folder.path / name).exists() and name != CONFIG:
             problems.append(Problem(name, f"is missing, and was written, by {RECORD}. Copy the checkpoint again."))
     return problems, notes
@@ -204,14 +209,6 @@ def _notes(quantization: Mapping[str, Any]) -> list[str]:
     transforms = quantization.get("transform_config")
     has_some = isinstance(transforms, Mapping) and bool(transforms.get("config_groups"))
     return [f"{CONFIG}: has a transform_config; what it does to the model is not verified."] if has_some else []
-
-
-def _check_pattern(text: str, names: Iterable[str]) -> None:
-    """Say no to a pattern that is none, or that would take for ever."""
-    if text.startswith("re:"):
-        pattern = re.compile(text.removeprefix("re:"))
-        for name in names:
-            matches(pattern, name)
 
 
 def _reason(error: Exception) -> str:
@@ -259,6 +256,7 @@ class _Check:
                 say += self._other(name, other.shape, is_parameter=other.is_parameter)
             elif not (self._is_tied(name) or self.structure.may_be_spared(name) or self.folder.is_lost(name)):
                 say.append(Problem(name, "is missing from the files."))
+        say += self._tied()
         say += self._left_over()
         say += self._records()
         say += list(self._changed())
@@ -330,6 +328,15 @@ class _Check:
             yield Problem(name, f"is {at.dtype}, and no quantised layer has it.")
         else:
             yield from check_finite(name, at, infinite_too=is_parameter)
+
+    def _tied(self) -> Iterator[Problem]:
+        """What the model has once and the files twice, unless the run has written it so: some loaders untie it."""
+        for tie in self.structure.ties:
+            first, *more = [each for each in self.structure.others if each in tie and each in self.tensors] or [""]
+            for name in more:
+                mine, theirs = self.tensors[name], self.tensors[first]
+                if name not in self.record.digests and mine.shape == theirs.shape and not is_same(mine, theirs):
+                    yield Problem(name, f"is tied to {first}, and has other values. Loaders differ in which they take.")
 
     def _is_tied(self, name: str) -> bool:
         return any(name in tie and any(each in self.tensors for each in tie) for tie in self.structure.ties)
@@ -417,7 +424,9 @@ def _beside(
     """Weights that are farther from the original than the record claims; other tensors that are not the original's."""
     told = {problem.where for problem in folder.problems}
     for layer in structure.layers:
-        if not layer.shape or layer.scheme.weights is None or any(each in told for each in layer.places.values()):
+        if not layer.shape or layer.scheme.weights is None:
+            continue
+        if any(each in told or each not in folder.tensors for each in layer.places.values()):
             continue
         name = f"{layer.places['weight_scale'].rpartition('.')[0]}.weight"
         at = original.find(name)

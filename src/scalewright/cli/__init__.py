@@ -10,7 +10,7 @@ import sys
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from io import TextIOWrapper
 
-from scalewright.cli import (  # their import registers them, in the order of `--help`
+from scalewright.cli import (  # their import registers them
     catalog,
     evaluate,
     importance,
@@ -25,6 +25,10 @@ from scalewright.cli.shown import say_failed, say_stopped
 
 __all__ = ["app", "catalog", "evaluate", "importance", "main", "observe", "plan", "quantize", "report", "verify"]
 
+
+_ORDER = ("plan", "quantize", "eval", "report", "verify", "observe", "importance", "schemes", "observers")
+"""In which `--help` shows them: as they are needed."""
+app.registered_commands.sort(key=lambda each: _ORDER.index(each.name or getattr(each.callback, "__name__", "")))
 
 _HOME = re.compile(r"(--[a-z-]+=)?(~(?:/.*)?)", re.DOTALL)
 _FULL = (EDQUOT, EFBIG, EIO, ENOSPC)

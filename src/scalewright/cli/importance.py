@@ -51,7 +51,7 @@ def importance(
 ) -> None:
     """Gather how strongly the inputs of a model's layers are driven, into a file for `quantize --importance`."""
     from scalewright.importance import gather_importance, merge_files
-    from scalewright.modifiers.base import OUTPUT_HEAD
+    from scalewright.modifiers.base import LEFT_ALONE
 
     with (
         shared_by_ranks(None, timeout=rank_timeout, device=reading.device) as ranks,
@@ -68,7 +68,7 @@ def importance(
             found = gather_importance(
                 one_model(names, "importance"),
                 reading.data,
-                ignore=ignore or [OUTPUT_HEAD],
+                ignore=ignore or LEFT_ALONE,
                 output_file=out,
                 num_calibration_samples=samples,
                 moe_calibrate_all_experts=moe_calibrate_all_experts,

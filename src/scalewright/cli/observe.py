@@ -65,7 +65,7 @@ def observe(
 ) -> None:
     """Watch data flow through a model: ranges, outliers, dead channels, what observers would choose and lose."""
     from scalewright.checkpoint.outputs import check_output_file
-    from scalewright.modifiers.base import OUTPUT_HEAD
+    from scalewright.modifiers.base import LEFT_ALONE
     from scalewright.observing import merge_files
     from scalewright.observing import observe as run
 
@@ -85,7 +85,7 @@ def observe(
                 reading.data,
                 observers=observer or (),
                 scheme=scheme,
-                ignore=ignore or [OUTPUT_HEAD],
+                ignore=ignore or LEFT_ALONE,
                 num_calibration_samples=samples,
                 strict=strict,
                 on_step=on_step,

@@ -31,10 +31,11 @@ run_option = partial(typer.Option, rich_help_panel="How to run")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Ignore = Annotated[
     list[str] | None,
-    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="the output head"),
+    recipe_option(help="Modules to leave as they are; may be repeated.", show_default="the output head, and routers"),
 ]
 Data = Annotated[
-    str | None, data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset.")
+    str | None,
+    data_option(help="A .txt, .jsonl, .json, .csv or .parquet file, a folder of them, or a dataset's name on the hub."),
 ]
 NumSamples = Annotated[int, data_option(min=1, help="How many samples to calibrate with.")]
 SeqLen = Annotated[
@@ -154,7 +155,7 @@ class Job:
                 positive_scales=self.positive_scales,
             )
         said = ("quality", "positive_scales", "group_size", "observer", "ignore", "importance")
-        given = [f"--{name.replace('_', '-')}" for name in said if getattr(self, name)]
+        given = [f"--{name.replace('_', '-')}" for name in said if not _is_left_out(getattr(self, name))]
         if given:
             raise RecipeError(f"{', '.join(given)}: the recipe says that. Leave it out, or change the recipe.")
         return self.recipe
@@ -223,6 +224,11 @@ class Job:
 
 _BALANCED = "balanced"
 _SCHEMES = "W4A16,W8A16"  # what `plan --sensitivity` measures unless it is told
+
+
+def _is_left_out(value: Any) -> bool:
+    """Whether it is what an option is without the user; an empty word, and zero, are not."""
+    return value is None or value is False or value == []
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def quantize(
     job: Job,
     reading: Reading,
-    out: Annotated[Path | None, out_option(help="The folder for the checkpoint.", show_default="required")] = None,
+    out: Annotated[Path | None, out_option(help="The folder for the checkpoint; not needed to --print-recipe.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, and forget what a stopped run has left in OUT.partial.")

@@ -14,7 +14,7 @@ from torch import nn
 
 from scalewright.calibration.passes import evaluating, without_cache
 from scalewright.calibration.pipelines import OnStep, silent
-from scalewright.calibration.sources import DataOptions
+from scalewright.calibration.sources import DataOptions, check_file
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.loading import (
     check_device,
@@ -113,10 +113,13 @@ def evaluate(
     200 tokens after each of a few prompts.
     """
     check_model(model)
+    if against is not None:
+        check_model(against, "against")
     check_dtype(dtype)
     check_device(device)
     if dataset is None:
         raise DataError("a model is evaluated by running data through it. Give a dataset.")
+    check_file(dataset)
     given = [each for each in (model, against) if each is not None]
     subjects: list[Subject] = []
     notes: list[str] = []

@@ -156,7 +156,7 @@ def logits_of(subject: Subject, batch: Mapping[str, Any]) -> Tensor:
     try:
         output = model(**inputs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        raise ModelError(f"{subject.name}: cannot be run on this data ({first_line(error)}).") from None
+        raise ModelError(f"{subject.name}: cannot be run on this data ({first_line(error)}).") from error
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     decoded = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     if not isinstance(logits, Tensor) or logits.ndim != 3 or decoded is None or logits.shape[:2] != decoded.shape:

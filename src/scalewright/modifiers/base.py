@@ -98,7 +98,8 @@ def as_plain_data(value: Any, *key: str | int) -> Any:
     )
 
 
-OUTPUT_HEAD = "model:output_head"
+OUTPUT_HEAD, ROUTERS = "model:output_head", "model:routers"
+LEFT_ALONE = (OUTPUT_HEAD, ROUTERS)
 """What a scheme alone leaves as it is: few loaders can do otherwise. Which layers these are the model says."""
 
 

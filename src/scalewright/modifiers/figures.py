@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, fake_quantize
 from torch import Tensor
 
 from scalewright.numerics.extremes import min_max
+from scalewright.numerics.hessian import Factor
 from scalewright.numerics.layout import flatten_for_calibration, spread_columns, strategy_of
 from scalewright.numerics.optimum import exact_optimum
 from scalewright.numerics.scales import stored_dtype, stored_qparams
@@ -24,7 +25,7 @@ _BY_ROW = ("channel", "group", "tensor_group")
 class Sample:
     """Rows of a weight, as they were and as they will be read back.
 
-    Errors are weighted if there is importance. With a Hessian, they are those of the layer's output.
+    Errors are weighted if there is importance. With a Hessian's factor, they are those of the layer's output.
     """
 
     original: Tensor
@@ -32,7 +33,7 @@ class Sample:
     args: QuantizationArgs
     importance: Tensor | None = None
     global_scale: Tensor | None = None
-    hessian_CC: Tensor | None = None
+    factor: Factor | None = None
 
     def gain_over_minmax(self) -> float | None:
         """By how many decibels the squared error is less than that of min-max; None where rows share a scale."""
@@ -54,7 +55,7 @@ class Sample:
 
         None where the exact optimum would take too long, or is zero.
         """
-        if strategy_of(self.args) not in _BY_ROW or self.args.num_bits > _FEW_BITS or self.hessian_CC is not None:
+        if strategy_of(self.args) not in _BY_ROW or self.args.num_bits > _FEW_BITS or self.factor is not None:
             return None
         positions = self.original.shape[-1] // int(self.args.group_size or self.original.shape[-1])
         count = max(1, _POSITIONS // positions)
@@ -76,9 +77,8 @@ class Sample:
         return None if self.importance is None else spread_columns(self.importance, shape, self.args)
 
     def _error(self, d_NQG: Tensor, weights_NQG: Tensor | None) -> Tensor:
-        if self.hessian_CC is not None:
-            d_RC = d_NQG.reshape(self.original.shape)
-            return (d_RC * (d_RC @ self.hessian_CC)).sum(dtype=torch.float64)
+        if self.factor is not None:
+            return self.factor.costs(d_NQG.reshape(self.original.shape)).sum(dtype=torch.float64)
         squares = d_NQG.double().square()
         return (squares if weights_NQG is None else squares * weights_NQG).sum()
 

@@ -42,18 +42,22 @@ class Hessian:
     def __init__(self, columns: int, device: torch.device, *, with_cross: bool, rows: int = 0) -> None:
         self.num_tokens = 0
         self.num_shown = 0
+        self.roundings: set[Rounding] = set()
+        """How the layers that have it are rounded."""
         self.is_of_all_ranks = False
         """Whether it is the sum of those of all ranks. Layers that come later may share it."""
+        self._columns = columns
         self.cross_CC = _zeros(columns, columns, device) if with_cross else None
         self.beside_CR = _zeros(columns, rows, device) if rows else None
-        self._sum_CC = _zeros(columns, columns, device)
+        self._sum_CC: Tensor | None = _zeros(columns, columns, device)
+        self._strengths: Tensor | None = None
         self._is_symmetric = True
         self._factors: dict[tuple[float, bool], Factor] = {}
 
     def add(self, shown: Shown, unquantised: Tensor | None, beside: Tensor | None = None) -> None:
         """Add the tokens that count; `unquantised` and `beside` are x' and r'."""
         x_TC = _tokens(shown)
-        add_outer_(self._sum_CC, x_TC)
+        add_outer_(self._whole, x_TC)
         if unquantised is None or unquantised.shape != x_TC.shape:
             self.cross_CC = None
         elif self.cross_CC is not None:
@@ -73,14 +77,24 @@ class Hessian:
     def matrix(self) -> Tensor:
         """All of it."""
         if not self._is_symmetric:
-            symmetrize_(self._sum_CC)
+            symmetrize_(self._whole)
             self._is_symmetric = True
+        return self._whole
+
+    @property
+    def strengths(self) -> Tensor:
+        """Its diagonal."""
+        return self._whole.diagonal() if self._strengths is None else self._strengths
+
+    @property
+    def _whole(self) -> Tensor:
+        assert self._sum_CC is not None, "it was let go of when its factor was made"
         return self._sum_CC
 
     def told(self) -> list[int]:
         """What other ranks must know of it."""
         has_cross, rows = self.cross_CC is not None, 0 if self.beside_CR is None else self.beside_CR.shape[1]
-        return [len(self._sum_CC), self.num_tokens, self.num_shown, int(has_cross), rows, int(self.is_of_all_ranks)]
+        return [self._columns, self.num_tokens, self.num_shown, int(has_cross), rows, int(self.is_of_all_ranks)]
 
     @classmethod
     def merged(cls, own: Hessian | None, told: Sequence[Sequence[int]], device: torch.device) -> Hessian:
@@ -96,26 +110,34 @@ class Hessian:
 
     def copy_matrices(self, other: Hessian) -> None:
         """Take over the matrices of another."""
-        self._sum_CC.copy_(other._sum_CC)
+        self._whole.copy_(other._whole)
         for own, its in ((self.cross_CC, other.cross_CC), (self.beside_CR, other.beside_CR)):
             if own is not None and its is not None:
                 own.copy_(its)
 
     def strips(self, rows: int) -> Iterator[Tensor]:
         """Its matrices in pieces of some rows, without the part that is a mirror."""
-        for start in range(0, len(self._sum_CC), rows):
-            yield self._sum_CC[start : start + rows, start:]
+        for start in range(0, self._columns, rows):
+            yield self._whole[start : start + rows, start:]
         for each in (self.cross_CC, self.beside_CR):
             if each is not None:
                 yield from torch.split(each, rows)
 
     def factor(self, rounding: Rounding) -> Factor:
-        """Its factor, computed once."""
+        """Its factor, computed once. If nobody will ask for more, the matrix goes: there may be nothing larger."""
         key = (rounding.damping, rounding.is_ordered)
         if key not in self._factors:
             damping, is_ordered = key
-            self._factors[key] = factor(self.matrix, damping=damping, is_ordered=is_ordered, num_tokens=self.num_tokens)
+            self._factors[key] = factor(self._whole, damping=damping, is_ordered=is_ordered, num_tokens=self.num_tokens)
+            if not (self._is_wanted_whole or self.is_of_all_ranks):
+                self._strengths, self._sum_CC = self.strengths.clone(), None
         return self._factors[key]
+
+    @property
+    def _is_wanted_whole(self) -> bool:
+        """Whether somebody wants more of it than one factor."""
+        kinds = {(each.damping, each.is_ordered) for each in self.roundings}
+        return len(kinds) > 1 or any(each.refinements for each in self.roundings)
 
 
 class GPTQLayer(WatchedLayer):
@@ -185,6 +207,7 @@ class GPTQLayer(WatchedLayer):
                 ("hessian", self.wants_unquantised, owner),
                 lambda: Hessian(columns, device, with_cross=self.wants_unquantised, rows=rows),
             )
+        self._hessian.roundings.add(self.rounding)
         hessian, unquantised = self._hessian, self._unquantised.popleft() if self._unquantised else (None, None)
         shown.once(("added", hessian), lambda: hessian.add(shown, *unquantised))
         self._num_shown += 1
@@ -196,6 +219,14 @@ class GPTQLayer(WatchedLayer):
     def cost(self) -> float:
         columns = self.weight.shape[-1]
         return super().cost * (1 + columns / 1000) + columns**3 / 6000
+
+    @property
+    @override
+    def room(self) -> int:
+        columns = self.weight.shape[-1]
+        return 4 * (
+            columns**2 + 3 * self.weight.numel()
+        )  # a factor; the weight in fp32, what is left of it, what becomes of it
 
     @property
     def inputs(self) -> Hessian | None:
@@ -225,7 +256,8 @@ class GPTQLayer(WatchedLayer):
         if self._target is None:
             self._target = self.weight.detach()
             found, cross_CC = self._factor(), self._cross
-            if found is not None and cross_CC is not None:
+            is_sound = bool(torch.isfinite(self._target).all())  # or its observer says where it is not
+            if found is not None and cross_CC is not None and is_sound:
                 weight_CR = self._target.float().T.contiguous()
                 share, beside_CR = self.rounding.correction, None if self._hessian is None else self._hessian.beside_CR
                 target_CR = corrected(weight_CR, cross_CC, found, share=share, beside_CR=beside_CR)
@@ -241,8 +273,8 @@ class GPTQLayer(WatchedLayer):
 
     @property
     @override
-    def hessian(self) -> Tensor | None:
-        return None if self._factor() is None or self._hessian is None else self._hessian.matrix
+    def factor(self) -> Factor | None:
+        return self._factor()
 
     @override
     def observe_weight(self, *, foreseen_absmax: float | None = None) -> None:
@@ -253,13 +285,13 @@ class GPTQLayer(WatchedLayer):
                 f"layer ({hessian.num_shown} in all). Their Hessian cannot be shared. Use QuantizationModifier for one "
                 "of them, or ignore it."
             )
-        if hessian is not None and not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
+        if hessian is not None and not bool(torch.isfinite(hessian.strengths).all()):
             raise NonFiniteError(
                 f"{self.name}: its input has NaN or Inf in it, or numbers too large to be squared in fp32. Mend the "
                 "data."
             )
         if hessian is not None and importance is not None and hessian.num_tokens:
-            importance.add_squares(hessian.matrix.diagonal().clone(), hessian.num_tokens)
+            importance.add_squares(hessian.strengths.clone(), hessian.num_tokens)
         super().observe_weight(foreseen_absmax=foreseen_absmax)
 
     @override
@@ -291,12 +323,15 @@ class GPTQLayer(WatchedLayer):
         """
         found, hessian, args = self._factor(), self._hessian, self.scheme.weights
         assert found is not None and hessian is not None and args is not None
-        weight_CR = self.target[rows].float().T.contiguous()
+        weight_CR = self.target[rows].float().T.clone(memory_format=torch.contiguous_format)  # it is written to
         size = self.rounding.block_size
         book = codebook(args, qparams, tuple(self.weight.shape)).of_rows(rows)
-        rounded_CR = round_columns(weight_CR, found, book, block_size=size)
+        refinements = self.rounding.refinements
+        rounded_CR = round_columns(weight_CR, found, book, block_size=size, is_spent=not refinements)
+        if not refinements:
+            return rounded_CR, book.scale_GR
         with damped(hessian.matrix, found) as hessian_CC:
-            for _ in range(self.rounding.refinements):
+            for _ in range(refinements):
                 if strategy_of(args) in _BY_ROW:
                     rounded_CR, book = refit(weight_CR, rounded_CR, hessian_CC, book, storable=_storable(args, qparams))
                 rounded_CR = descend(weight_CR, rounded_CR, hessian_CC, book, block_size=size)

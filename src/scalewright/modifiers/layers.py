@@ -33,7 +33,9 @@ from scalewright.modifiers.schemes import wants_values
 from scalewright.modifiers.shown import See, Shown, shown_to
 from scalewright.modifiers.storing import Loss, read_back, store
 from scalewright.numerics.apart import copied_apart
+from scalewright.numerics.hessian import Factor
 from scalewright.numerics.measure import Noise, signal_to_noise
+from scalewright.numerics.scales import round_scale
 from scalewright.observers import Observer
 from scalewright.observers.base import QParamsDict
 from scalewright.observers.importance import ImportanceObserver, empty_sum, sum_squares
@@ -202,6 +204,11 @@ class WatchedLayer:
     def cost(self) -> float:
         """How long it takes to quantise it, in weights whose scales are searched."""
         return float(self.weight.numel())
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes to quantise it, where these are many."""
+        return 0
 
     def observers_to_merge(self) -> list[Observer]:
         """Those that have seen on each rank a part of what there is to see."""
@@ -376,12 +383,12 @@ class WatchedLayer:
         if target is not None:
             self.module.weight = target.requires_grad_(False)
         layer.weight_db = noise.decibels
-        sample = Sample(some_as_meant, torch.cat(some_as_restored), args, importance, global_scale, self.hessian)
+        sample = Sample(some_as_meant, torch.cat(some_as_restored), args, importance, global_scale, self.factor)
         layer.gain_db = sample.gain_over_minmax()
         layer.above_optimum = sample.above_optimum()
 
     @property
-    def hessian(self) -> Tensor | None:
+    def factor(self) -> Factor | None:
         """What errors of the weight's columns cost together, where that is known."""
         return None
 
@@ -398,8 +405,8 @@ class WatchedLayer:
     def _quantized_layer(self, shape: tuple[int, ...]) -> QuantizedLayer:
         names = {base_name: observer.observer_name for base_name, observer in self.observers.items()}
         notes = [note for observer in self.observers.values() for note in observer.notes()]
-        weighted = self.observers.get("weight")
-        has_none = self.importance is None or not self._has_data
+        weighted, importance = self.observers.get("weight"), self.importance
+        has_none = importance is None or not (self._has_data or importance.is_given)
         if has_none and isinstance(weighted, ImportanceObserver) and weighted.can_do_without:
             notes = [note for note in notes if note != weighted.fallback]
         return QuantizedLayer(self.name, self.scheme, names, shape, {}, notes=notes)
@@ -422,13 +429,20 @@ class WatchedLayer:
             for kind in ("scale", "zero_point", "global_scale"):
                 parameter, value = getattr(self.module, f"{base_name}_{kind}", None), qparams.get(kind)
                 if isinstance(parameter, Tensor) and isinstance(value, Tensor):
+                    if kind == "scale" and self._has_powers(base_name):
+                        value = round_scale(value, parameter.dtype)  # fp16 has not all powers of two that e8m0 has
                     parameter.data.copy_(value.reshape(parameter.shape))
+
+    def _has_powers(self, base_name: str) -> bool:
+        """Whether the scales are powers of two."""
+        weights = self.scheme.weights
+        return base_name == "weight" and weights is not None and weights.scale_dtype == torch.uint8
 
     def _qparams(self, observer: Observer) -> QParamsDict:
         if not observer.has_statistics:
             raise CalibrationError(
-                f"{self.name}: saw 0 tokens in calibration, so it has no {observer.base_name} scale. Add samples, or "
-                "make its activations dynamic."
+                f"{self.name}: saw 0 tokens in calibration, so it has no {observer.base_name} scale. Add samples, "
+                "make its activations dynamic, or ignore it."
             )
         return observer.get_qparams()
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import ValidationError
 
 from scalewright.errors import KnobError, LayoutError, RecipeError, UnknownObserverError, did_you_mean
-from scalewright.modifiers.base import OUTPUT_HEAD, Modifier, regex_of
+from scalewright.modifiers.base import LEFT_ALONE, Modifier, regex_of
 from scalewright.modifiers.schemes import scheme_named, wants_values
 from scalewright.numerics.layout import check_strategy, strategy_of
 from scalewright.observers import Observer, make_observer
@@ -30,6 +32,9 @@ _CHOICES = {
 _INT_BITS = range(2, 9)
 _FP8_BITS = 8
 _SMALL_FLOATS = {4: (("group", 32), ("tensor_group", 16)), 6: (("group", 32),)}
+_MX_GROUP = 32
+_SHORT_SCALES = {"group": torch.uint8, "tensor_group": torch.float8_e4m3fn}
+"""The scales of such floats, e8m0 and e4m3, as compressed-tensors names them."""
 
 Key = tuple[str, ...]
 
@@ -234,6 +239,7 @@ class QuantizationModifier(Modifier):
             )
         if part.base_name == "weight":
             _check_can_be_stored(part)
+        _settle_dtypes(part)
         if part.base_name in ("weight", "k", "q") and args.dynamic:
             what = "weights" if part.base_name == "weight" else "attention states"
             raise RecipeError(
@@ -319,6 +325,7 @@ def _parse_args(given: Any, key: Key, base_name: str) -> QuantizationArgs:
         first = error.errors()[0]
         field = next((str(part) for part in first["loc"] if part in given), None)
         reason = first["msg"].removeprefix("Value error, ").partition("\n")[0].rstrip(".")
+        reason = re.sub(r"<\w+\.\w+: '([^']*)'>", r"\1", reason)  # choices as Python shows them
         if field is None:
             raise RecipeError(f"{where}: {reason}.", key=key) from None
         raise RecipeError(f"{where}.{field}: {reason}, got {given[field]!r}.", key=(*key, field)) from None
@@ -358,10 +365,11 @@ def parse_targets(given: Any, key: Key) -> list[str]:
     names = parse_names(given, key)
     if not names:
         raise RecipeError(f"{'.'.join(key)}: there are no targets in it. Name some, such as Linear.", key=key)
-    if OUTPUT_HEAD in names:  # loaders are told the targets by name, and know no such word
+    word = next((name for name in names if name in LEFT_ALONE), None)
+    if word is not None:  # loaders are told the targets by name, and know no such word
         raise RecipeError(
-            f"{'.'.join(key)}: '{OUTPUT_HEAD}' is a word for ignore. Name the layers that are to be quantised.",
-            key=(*key, names.index(OUTPUT_HEAD)),
+            f"{'.'.join(key)}: '{word}' is a word for ignore. Name the layers that are to be quantised.",
+            key=(*key, names.index(word)),
         )
     return names
 
@@ -444,6 +452,40 @@ def _check_can_be_stored(part: _Part) -> None:
             "group.",
             key=(*part.key, "strategy"),
         )
+
+
+def _settle_dtypes(part: _Part) -> None:
+    """Give floats of 4 and 6 bits the scales that their formats have, where that is left out, so that scales are judged
+    as they will be stored. Say no to other dtypes of what is stored of weights.
+    """
+    args, where, strategy = part.args, ".".join(part.key), strategy_of(part.args)
+    is_float = args.type == "float"
+    short = _SHORT_SCALES.get(strategy) if is_float else None
+    if is_float and (strategy, args.group_size) in _SMALL_FLOATS.get(args.num_bits, ()):
+        args.scale_dtype = args.scale_dtype or short
+    if part.base_name != "weight":
+        return
+    may_be_plain = not (is_float and args.num_bits < _FP8_BITS)
+    is_mx = short == torch.uint8 and args.group_size == _MX_GROUP
+    known = [*([None] if may_be_plain else []), *([short] if is_mx or not may_be_plain else [])]
+    if args.scale_dtype not in known:
+        kept = "the dtype of the model" if may_be_plain else _plain(short)
+        raise RecipeError(
+            f"{where}: scales of such weights are stored in {kept}, not in {_plain(args.scale_dtype)}. Leave "
+            "scale_dtype out.",
+            key=(*part.key, "scale_dtype"),
+        )
+    code = torch.float8_e4m3fn if is_float else torch.int8
+    if not args.symmetric and args.zp_dtype != code:
+        raise RecipeError(
+            f"{where}: zero points of such weights are stored in {_plain(code)}, not in {_plain(args.zp_dtype)}. Leave "
+            "zp_dtype out.",
+            key=(*part.key, "zp_dtype"),
+        )
+
+
+def _plain(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_whole(value: Any) -> bool:

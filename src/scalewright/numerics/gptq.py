@@ -55,12 +55,18 @@ class Codebook:
         return self.grid.round_(code_R.add_(point_R)).sub_(point_R).mul_(scale_R)
 
 
-def round_columns(weight_CR: Tensor, factor: Factor, book: Codebook, *, block_size: int) -> Tensor:
-    """The rounded weight, [C, R], each column chosen with the errors of those before it in mind."""
+def round_columns(
+    weight_CR: Tensor, factor: Factor, book: Codebook, *, block_size: int, is_spent: bool = False
+) -> Tensor:
+    """The rounded weight, [C, R], each column chosen with the errors of those before it in mind.
+
+    It takes the place of `weight_CR` if that `is_spent`.
+    """
     order = range(len(weight_CR)) if factor.order_C is None else factor.order_C.tolist()
     target_CR = weight_CR.clone() if factor.order_C is None else weight_CR[factor.order_C]
     diagonal_C = factor.upper_CC.diagonal()
-    rounded_CR, error_CR = torch.empty_like(weight_CR), target_CR  # a column that is rounded is no target any more
+    rounded_CR = weight_CR if is_spent else torch.empty_like(weight_CR)
+    error_CR = target_CR  # a column that is rounded is no target any more
     for block in _runs(0, len(target_CR), block_size):
         # Column j: how much of each error of the block it takes over. For all blocks at once it would be another H.
         share_BC = factor.upper_CC[block] / diagonal_C
@@ -69,8 +75,9 @@ def round_columns(weight_CR: Tensor, factor: Factor, book: Codebook, *, block_si
             for j in range(strip.start, strip.stop):
                 share_E = share_BC[first : j - block.start, j]
                 value_R = torch.addmv(target_CR[j], error_CR[begin:j].T, share_E) if j > begin else target_CR[j]
-                rounded_R = rounded_CR[order[j]] = book.rounded(order[j], value_R)
+                rounded_R = book.rounded(order[j], value_R)
                 torch.sub(weight_CR[order[j]], rounded_R, out=error_CR[j])
+                rounded_CR[order[j]] = rounded_R
             later_SB = share_BC[first : strip.stop - block.start, strip.stop : block.stop]
             target_CR[strip.stop : block.stop].addmm_(later_SB.T, error_CR[strip])
         target_CR[block.stop :].addmm_(share_BC[:, block.stop :].T, error_CR[block])

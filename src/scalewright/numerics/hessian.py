@@ -23,6 +23,7 @@ from torch import Tensor
 # T tokens, C columns of the weight (input channels).
 
 _STRIP = 512  # columns of H that are computed at a time, and only down to the diagonal
+_LOOKED_UP = 128  # columns of it whose places are looked up at a time
 _MOST_DAMPING = 1.0  # of the mean diagonal; beyond it H says nothing
 # How much of its own strength is added to each channel where there are as many tokens as columns, for each unit of
 # damping: three times itself with the usual .01. On stories15M, one to ten times are about as good.
@@ -61,9 +62,15 @@ class Factor:
     added_C: Tensor
     """What was added to the diagonal of each column, in the order that they stand in."""
 
+    def costs(self, error_RC: Tensor) -> Tensor:
+        """What the errors of each row cost under H as it was: d H dT. [R]"""
+        ordered_RC = error_RC if self.order_C is None else error_RC[:, self.order_C]
+        with_damping_R = (ordered_RC @ self.upper_CC).square().sum(dim=1)
+        return (with_damping_R - error_RC.square() @ self.added_C).clamp(min=0)
+
 
 def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: float = math.inf) -> Factor:
-    """Split H, which is not changed; with `is_ordered` the columns that count most come first.
+    """Split H, of which the upper triangle is read; with `is_ordered` the columns that count most come first.
 
     H is the sum over `num_tokens`: the fewer they are, the less is believed of how columns go together. Dead columns
     get the mean of the others on the diagonal, so that they are rounded to what is nearest. The damping grows tenfold
@@ -80,11 +87,7 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: 
     share = damping
     while True:
         added_C = torch.where(is_dead_C, mean, 0.0) + (mean + doubted_C) * share
-        # All in one place, as LAPACK lays columns: of many columns, each copy takes gigabytes.
-        lower_CC = torch.empty_like(hessian_CC).T
-        for start in range(0, len(backwards_C), _STRIP):
-            rows = slice(start, start + _STRIP)
-            lower_CC[:, rows] = hessian_CC[backwards_C[rows]][:, backwards_C].T
+        lower_CC = _lower_of(hessian_CC, backwards_C)
         lower_CC.diagonal().add_(added_C[backwards_C])
         failed = lower_CC.new_empty((), dtype=torch.int32)
         torch.linalg.cholesky_ex(lower_CC, out=(lower_CC, failed))
@@ -93,6 +96,20 @@ def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: 
         if share >= _MOST_DAMPING:
             raise ArithmeticError(f"its Hessian is not positive definite, even with {share:g} of its mean added to it")
         share = max(10 * share, 1e-4)
+
+
+def _lower_of(hessian_CC: Tensor, order_C: Tensor) -> Tensor:
+    """The lower triangle of H, its rows and columns in some order, as LAPACK lays it: column by column.
+
+    What is above is anything. All is in one place: of many columns, each copy takes gigabytes.
+    """
+    columns_CC, flat = torch.empty_like(hessian_CC), hessian_CC.reshape(-1)
+    for start in range(0, len(order_C), _LOOKED_UP):
+        stop = start + _LOOKED_UP
+        some_C1, rest_C = order_C[start:stop].unsqueeze(1), order_C[start:]
+        places = torch.minimum(some_C1, rest_C).mul_(len(order_C)).add_(torch.maximum(some_C1, rest_C))
+        columns_CC[start:stop, start:] = flat[places]
+    return columns_CC.T
 
 
 def _turned_round_(x_CC: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from scalewright.calibration.watching import watch_inputs
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.errors import DataError, LayoutError, ScalewrightError
 from scalewright.modifiers import IMatrixGatherer
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.schemes import in_words, scheme_named, wants_values
 from scalewright.numerics.layout import check_groups, check_strategy, strategy_of
 from scalewright.observers import Observer
@@ -39,7 +39,7 @@ def observe(
     observers: str | Sequence[str] = (),
     scheme: str = SCHEME,
     targets: str | Sequence[str] = "Linear",
-    ignore: str | Sequence[str] = OUTPUT_HEAD,
+    ignore: str | Sequence[str] = LEFT_ALONE,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,

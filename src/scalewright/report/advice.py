@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE, OUTPUT_HEAD
 from scalewright.observers.fusion import FUSED_LAYER_NAMES
 from scalewright.report.formats import Format, format_of
 from scalewright.report.reading import Layer
@@ -48,7 +48,9 @@ def advice_for(layer: Layer) -> list[str]:
 
 def flags_for(layers: Iterable[Layer]) -> str:
     """The options of `quantize` that leave some layers, and those that loaders merge with them, as they were."""
-    patterns = dict.fromkeys([OUTPUT_HEAD, *(_pattern(each.name) for each in layers)])
+    meant = list(layers)
+    words = LEFT_ALONE if any("experts." in each.name for each in meant) else (OUTPUT_HEAD,)
+    patterns = dict.fromkeys([*words, *(_pattern(each.name) for each in meant)])
     return " ".join(f"--ignore {shlex.quote(each)}" for each in patterns)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from scalewright.checkpoint import folder as checkpoint
+from scalewright.checkpoint.structure import names_in_files
 from scalewright.errors import ModelError
 from scalewright.report.files import EVALUATION_FILE, PICTURES_FILE, RUN_FILE, TIMINGS_FILE
 from scalewright.report.places import Place, places_of
 
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _FIGURES = ("weight_db", "gain_db", "output_db", "dynamic_db", "above_optimum")
-_BINS = "counts"
 _COMPENSATING = "GPTQModifier"
 _LARGEST = 1e9  # stands for infinity, which JSON does not have
 
@@ -101,6 +102,7 @@ def read_folder(
     if run is None:
         rows = [{"name": name, "shape": module.shape} for name, module in stored.items() if module.is_quantised]
     places = places_of(row["name"] for row in rows)
+    of_layers = _by_layers(folder, config, stored, list(places))
     is_compensated = _has_modifier(run, _COMPENSATING)
     kept = seconds if seconds is not None else _object_in(folder / TIMINGS_FILE)
     architectures = _list(config, "architectures")
@@ -110,7 +112,7 @@ def read_folder(
     return Findings(
         folder.resolve().name,
         str(architectures[0]) if architectures else "",
-        [_layer(row, places, stored, pictures, is_compensated=is_compensated) for row in rows],
+        [_layer(row, places, of_layers, pictures, is_compensated=is_compensated) for row in rows],
         [str(each) for each in _list(run, "notes")],
         _whole((run or {}).get("bytes_before")),
         sum(module.num_bytes for module in stored.values()),
@@ -119,7 +121,9 @@ def read_folder(
         run is not None,
         {} if run is None else run,
         _recipe(folder, run),
-        None if kept is None else {str(key): found for key, value in kept.items() if (found := _number(value))},
+        None
+        if kept is None
+        else {str(key): found for key, value in kept.items() if (found := _number(value)) is not None},
         evaluation if evaluation is not None else _object_in(folder / EVALUATION_FILE),
     )
 
@@ -162,7 +166,7 @@ def _layer(
         8 * module.num_bytes / count if module is not None and count else None,
         num_tokens=_whole(row.get("num_tokens")),
         is_compensated=is_compensated,
-        pictures={str(key): each for key, each in found.items() if _is_picture(each)}
+        pictures={str(key): seen for key, each in found.items() if (seen := _picture(each)) is not None}
         if isinstance(found, dict)
         else {},
         **{figure: _number(row.get(figure)) for figure in _FIGURES},
@@ -196,21 +200,36 @@ def _list(holder: Mapping[str, Any] | None, name: str) -> list[Any]:
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    bounded = max(-_LARGEST, min(value, _LARGEST))  # NaN stays what it is
-    return None if math.isnan(bounded) else float(bounded)
+    if isinstance(value, float) and math.isnan(value):  # which `max` and `min` would take for some number
+        return None
+    return float(max(-_LARGEST, min(value, _LARGEST)))
 
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
 
 
-def _is_picture(found: Any) -> bool:
-    """Whether there is enough in it to draw: the rest may be missing."""
+def _picture(found: Any) -> dict[str, Any] | None:
+    """What of it can be drawn; None if that is not enough."""
     if not isinstance(found, dict):
-        return False
-    counts = found.get(_BINS)
-    are_counts = isinstance(counts, list) and counts and all(_whole(each) is not None for each in counts)
-    return bool(are_counts) and all(_number(found.get(end)) is not None for end in ("from", "to", "min", "max"))
+        return None
+    counts = _counts(found.get("counts"))
+    ends = {end: _number(found.get(end)) for end in ("from", "to", "min", "max")}
+    if not counts or None in ends.values():
+        return None
+    outside = {side: _whole(found.get(side)) or 0 for side in ("below", "above")}
+    ranges = {name: _range(found.get(name)) for name in ("chosen", "typical")}
+    return {**ends, "counts": counts, **outside, **ranges, "ratios": _counts(found.get("ratios"))}
+
+
+def _counts(found: Any) -> list[int] | None:
+    counts = [_whole(each) for each in found] if isinstance(found, list) else [None]
+    return None if None in counts else [each for each in counts if each is not None]
+
+
+def _range(found: Any) -> list[float] | None:
+    ends = [_number(each) for each in found] if isinstance(found, list) else []
+    return [each for each in ends if each is not None] if len(ends) == 2 and None not in ends else None
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
@@ -224,6 +243,10 @@ class _Module:
     num_weights: int = 0
     shape: tuple[int, ...] = ()
     is_quantised: bool = False
+    packed: tuple[int, ...] = ()
+    """Bytes that hold codes of small floats."""
+    num_groups: int = 0
+    """How many scales there are that are exponents, each for 32 numbers."""
 
 
 def _modules_in(folder: Path) -> dict[str, _Module]:
@@ -231,7 +254,22 @@ def _modules_in(folder: Path) -> dict[str, _Module]:
     modules: dict[str, _Module] = {}
     for file in sorted(folder.glob("*.safetensors")):
         _add_file(modules, file)
+    for module in modules.values():
+        if module.packed:
+            *most, last = module.packed
+            bits = 6 if 0 < 16 * module.num_groups < math.prod(module.packed) else 4
+            _set_shape(module, (*most, 8 * last // bits))
     return modules
+
+
+def _by_layers(
+    folder: Path, config: Mapping[str, Any], stored: Mapping[str, _Module], names: Sequence[str]
+) -> Mapping[str, _Module]:
+    """The modules of layers, by the names that the run has for them: files may call them otherwise."""
+    if all(name in stored for name in names):
+        return stored
+    places = names_in_files(checkpoint.read_folder(folder), config, names)
+    return {name: stored[place] for name in names if (place := places.get(name, name)) in stored}
 
 
 def _add_file(modules: dict[str, _Module], file: Path) -> None:
@@ -252,12 +290,14 @@ def _add(module: _Module, tensor: str, dtype: str, shape: tuple[int, ...]) -> No
     module.num_bytes += count * _BYTES.get(dtype, 1)
     if tensor.endswith(("_scale", "_zero_point", "_shape", "_g_idx")):
         module.is_quantised = module.is_quantised or tensor.startswith("weight")
+        if tensor == "weight_scale" and dtype == "U8":
+            module.num_groups = count
     elif tensor != "weight_packed":
         module.num_weights += count
         if tensor == "weight":
             module.shape = shape
-    elif dtype == "U8":  # two in a byte; integers say their shape themselves
-        _set_shape(module, (*shape[:-1], 2 * shape[-1]))
+    elif dtype == "U8":  # integers say their shape themselves
+        module.packed = shape
 
 
 def _set_shape(module: _Module, shape: Iterable[int]) -> None:

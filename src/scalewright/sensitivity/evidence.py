@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalewright.calibration.passes import evaluating, without_cache
+from scalewright.calibration.passes import calling, evaluating, without_cache
 from scalewright.calibration.pipelines import OnStep
 from scalewright.calibration.taps import Masks, first_tensor
 from scalewright.errors import ModelError
@@ -65,7 +65,7 @@ class Evidence:
             for number, batch in enumerate(used):
                 on_step("gathering", f"batch {number + 1} of {len(used)}", shown, total)
                 self._masks.enter(number)
-                self._run(batch)
+                self._run(batch, number, len(used))
                 shown += _tokens_of(batch)
                 on_step("gathering", f"batch {number + 1} of {len(used)}", shown, total)
 
@@ -97,19 +97,27 @@ class Evidence:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Mapping[str, Any]) -> None:
-        """One batch forwards and backwards."""
+    def _run(self, batch: Mapping[str, Any], number: int, count: int) -> None:
+        """One batch, of that number among so many, forwards and backwards."""
         calls: list[tuple[str, Tensor, Tensor]] = []  # layer, its input, its output
         with ExitStack() as stack, torch.enable_grad():
             for name, module in self._layers.items():
                 stack.callback(module.register_forward_hook(_noting(name, calls), with_kwargs=True).remove)
-            logits_BTV = getattr(self._model(**batch), "logits", None)
+            with calling(self._model, batch, number, count):
+                logits_BTV = getattr(self._model(**batch), "logits", None)
             if not isinstance(logits_BTV, Tensor) or logits_BTV.ndim != 3 or not logits_BTV.requires_grad:
                 raise ModelError(
                     f"{type(self._model).__name__}: gives no logits of tokens that its layers have a part in, so what "
                     "layers lose cannot be measured. Give a language model."
                 )
             log_p_TV = logits_BTV[_counted(batch, logits_BTV)].float().log_softmax(dim=-1)
+            num_broken = int(log_p_TV.detach().isnan().any(dim=-1).sum())
+            if num_broken:
+                raise ModelError(
+                    f"{type(self._model).__name__}: its logits of {num_broken} of {len(log_p_TV)} tokens are not "
+                    "finite, so what layers lose cannot be measured. A weight in it is broken: `scalewright observe` "
+                    "names the layer."
+                )
             drawn_T = torch.multinomial(log_p_TV.detach().exp().cpu(), 1, generator=self._of_words)
             log_p = log_p_TV.gather(1, drawn_T.to(log_p_TV.device)).sum()
             gradients = torch.autograd.grad(log_p, [output for *_, output in calls], allow_unused=True)

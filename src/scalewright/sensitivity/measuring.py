@@ -28,7 +28,7 @@ from scalewright.calibration.targets import first_of, resolve_targets
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.errors import DataError
 from scalewright.modifiers import QuantizationModifier
-from scalewright.modifiers.base import OUTPUT_HEAD
+from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.preparing import layers_and_data, refuse_if_strict
 from scalewright.sensitivity.evidence import Evidence
@@ -200,7 +200,7 @@ def _num_weights(layers: Mapping[str, nn.Linear]) -> int:
 
 def _layers_meant(model: nn.Module, ignore: Sequence[str] | None) -> tuple[dict[str, nn.Linear], list[str]]:
     """The linear layers that are to have a scheme, and notes."""
-    ignored = list(ignore or [OUTPUT_HEAD])
+    ignored = list(ignore or LEFT_ALONE)
     targets = resolve_targets(model, QuantizationModifier(scheme="W8A16", targets=["Linear"], ignore=ignored))
     found = {each.name: each.module for each in targets.layers if isinstance(each.module, nn.Linear)}
     return found, targets.notes
