@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from command_line import error_of, run
-from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
+from scalewright import GPTQModifier, QuantizationModifier, Recipe, SmoothQuantModifier, oneshot
 from scalewright.checkpoint.verifying import verify_checkpoint
 from scalewright.errors import DataError, RecipeError
 from scalewright.modifiers.base import LEFT_ALONE
@@ -54,20 +54,20 @@ def test_every_quality_of_every_scheme_is_a_recipe_that_can_be_written_and_read(
         again = Recipe.of(written)
         assert again.to_dict() == recipe.to_dict()
         assert [type(each) for each in again.modifiers] == [type(each) for each in recipe.modifiers]
-    (modifier,) = recipe.modifiers
+    modifier = recipe.modifiers[-1]
     (group,) = modifier.groups
     expected = scheme_named(scheme)
     assert (group.targets, modifier.ignore) == (["Linear"], [*LEFT_ALONE])
     without = {"observer": None, "observer_kwargs": {}}
     assert group.scheme.weights.model_copy(update=without) == expected.weights.model_copy(update=without)
     assert group.scheme.input_activations == expected.input_activations
-    (again,) = Recipe.of(recipe.to_yaml()).modifiers
+    again = Recipe.of(recipe.to_yaml()).modifiers[-1]
     assert again.groups == modifier.groups and getattr(again, "rounding", None) == getattr(modifier, "rounding", None)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_better_quality_asks_for_more(scheme):
-    fast, balanced, best = (recipe_for(quality, scheme).modifiers[0] for quality in ("fast", "balanced", "best"))
+    fast, balanced, best = (recipe_for(quality, scheme).modifiers[-1] for quality in ("fast", "balanced", "best"))
     inputs = scheme_named(scheme).input_activations
     is_static = inputs is not None and inputs.dynamic is not True
     assert fast.data == ("needed" if is_static else "none")
@@ -91,6 +91,32 @@ def test_only_packed_symmetric_integers_have_negative_scales(quality, scheme):
     is_packed = parts.weights.type == "int" and parts.weights.symmetric and parts.input_activations is None
     assert is_signed(recipe_for(quality, scheme)) == is_packed
     assert not is_signed(recipe_for(quality, scheme, positive_scales=True))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_integer_inputs_are_smoothed_where_weights_have_8_bits_and_there_is_data_anyway(scheme):
+    parts = scheme_named(scheme)
+    inputs = parts.input_activations
+    is_wide = inputs is not None and inputs.type == "int" and parts.weights.num_bits == 8
+    smoothed = {
+        quality: [each for each in recipe_for(quality, scheme).modifiers if isinstance(each, SmoothQuantModifier)]
+        for quality in QUALITIES
+    }
+    assert smoothed["fast"] == []
+    assert smoothed["balanced"] == ([SmoothQuantModifier()] if is_wide and not inputs.dynamic else [])
+    assert smoothed["best"] == ([SmoothQuantModifier()] if is_wide else [])
+    assert {"W8A8", "INT8"} & {scheme} <= ({scheme} if smoothed["best"] else set())
+
+
+@pytest.mark.parametrize("quality", ["balanced", "best"])
+def test_what_is_smoothed_is_what_is_quantised(quality):
+    given = {"targets": ["*.down_proj"], "ignore": ["re:.*layers.0.*"], "importance": "some.safetensors"}
+    smoother, gatherer, modifier = recipe_for(quality, "W8A8", **given).modifiers
+    assert (smoother.targets, modifier.ignore, gatherer.file) == (
+        ["*.down_proj"],
+        ["re:.*layers.0.*"],
+        given["importance"],
+    )
 
 
 @pytest.mark.parametrize("quality", QUALITIES)

@@ -13,7 +13,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from scalewright.errors import ScalewrightError
     from scalewright.evaluation import evaluate
-    from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+    from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier, SmoothQuantModifier
     from scalewright.observers import Observer
     from scalewright.observing import observe
     from scalewright.oneshot import Result, oneshot
@@ -29,6 +29,7 @@ __all__ = [
     "Recipe",
     "Result",
     "ScalewrightError",
+    "SmoothQuantModifier",
     "__version__",
     "evaluate",
     "observe",
@@ -43,6 +44,7 @@ _HOMES = {
     "Recipe": "recipe",
     "Result": "oneshot",
     "ScalewrightError": "errors",
+    "SmoothQuantModifier": "modifiers",
     "evaluate": "evaluation",
     "observe": "observing",
     "oneshot": "oneshot",

@@ -18,11 +18,12 @@ from torch import nn
 
 from scalewright.calibration.distributed import Ranks, with_ranks
 from scalewright.calibration.experts import showing_all_tokens
-from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
-from scalewright.calibration.pipelines import Calibration, OnStep, check_pipeline, silent
-from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
+from scalewright.calibration.pipelines import Batch, Calibration, OnStep, check_pipeline, silent
+from scalewright.calibration.plan import Plan, bytes_after, largest_block
 from scalewright.calibration.scratch import Scratch, WaitingRoom
+from scalewright.calibration.smoothing import Smoothing, smooth
 from scalewright.calibration.sources import DataOptions, check_file, check_seed, other_split
+from scalewright.calibration.stages import Stage, notes_on, plan_stages
 from scalewright.checkpoint.beside import written_files
 from scalewright.checkpoint.cut_files import outliving_cuts
 from scalewright.checkpoint.fingerprint import SourceFiles, fingerprint_of, versions
@@ -42,6 +43,7 @@ from scalewright.checkpoint.reading import load_checkpoint
 from scalewright.checkpoint.saving import check_output, disk_of, names_of, save_checkpoint
 from scalewright.checkpoint.settings import written_settings
 from scalewright.checkpoint.shelf import Shelf
+from scalewright.checkpoint.smoothed import record_of
 from scalewright.checkpoint.verifying import check_draft
 from scalewright.errors import OutputError, RecipeError, StrictError
 from scalewright.importance import files_of
@@ -76,6 +78,8 @@ class Result:
     """Where the weights lie if they are not in memory: then the model is what was written, and is read if asked for."""
     is_first_rank: bool = True
     """Whether this is the rank that writes."""
+    smoothing: Smoothing = field(default_factory=Smoothing, repr=False)
+    """By which powers of two weights were multiplied before they were quantised."""
 
     @property
     def model(self) -> nn.Module:
@@ -130,6 +134,8 @@ class Result:
                 place_of=(lambda tensor: None) if self.files is None else self.files.place_of,
             )
             told["settings"] = written_settings(draft)
+            if self.smoothing.inputs:
+                told["smoothing"] = record_of(self.smoothing, self.in_memory, rows)
             told["files"] = written_files(draft)
             (draft / RUN_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
             source.check_unchanged()
@@ -220,20 +226,24 @@ def oneshot(
         )
     torch.manual_seed(seed)
     notes, layers, samples, bytes_before = _Notes(strict, told), list[QuantizedLayer](), None, _bytes_of(loaded)
-    stages = [stage.modifiers for stage in parsed.stages]
-    has_data = dataset is not None
-    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data}
-    with _lying_in(mapped):
-        plans = make_plans(loaded, without_gatherers(stages), blocks=sequential_targets, **asked)
-    gatherings = plan_gatherings(loaded, stages, plans, files=files, **asked)
-    for plan, gathering in zip(plans, gatherings, strict=True):
-        notes.add([*gathering.notes, *plan.notes])
-    for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
-    notes.add(
-        notes_on_idle(
-            plans, gatherings, has_data=has_data, blocks=sequential_targets, for_data=for_data | other_split(split)
-        )
+    stages = plan_stages(
+        loaded,
+        [stage.modifiers for stage in parsed.stages],
+        files=files,
+        making=_lying_in(mapped),
+        blocks=sequential_targets,
+        pipeline=pipeline,
+        has_data=dataset is not None,
     )
+    plans = [stage.plan for stage in stages]
+    for_data = {
+        "max_seq_length": max_seq_length,
+        "batch_size": batch_size,
+        "column": column,
+        "pack": pack,
+        **other_split(split),
+    }
+    notes.add(notes_on(stages, has_data=dataset is not None, blocks=sequential_targets, for_data=for_data))
     options = DataOptions(
         num_calibration_samples,
         sequence_length(loaded, max_seq_length),
@@ -244,7 +254,7 @@ def oneshot(
         seed,
         tokens_per_batch=min(plan.tokens_per_batch() for plan in plans),
     )
-    if runs_data(plans, gatherings):
+    if any(stage.runs_data for stage in stages):
         with clock("data"):
             samples = samples_for(loaded, dataset, options, companions)
         notes.add(samples.notes)
@@ -256,23 +266,27 @@ def oneshot(
         journal = stack.enter_context(_journal(ranks, out, print_of, is_object=loaded is model, restart=restart))
         keeper = None if out is None else ranks.keeper(journal)
         streaming = {} if mapped is None else _streaming(loaded, plans, mapped, source, limit)
-        for plan, gathering in zip(plans, gatherings, strict=True):
-            if gathering.names:
-                with clock("gather"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                    gathered = gathering.standing(loaded, batches, on_step, ranks, blocks=plan.blocks, **streaming)
-                    notes.add(stack.enter_context(gathered))
-            with clock("calibrate"), showing_all_tokens(loaded, on=moe_calibrate_all_experts):
-                calibration = Calibration(
-                    loaded, plan.layers, batches, plan.blocks, on_step, keeper, ranks, **streaming
-                )
-                done = calibration.run(plan.pipeline)
-            notes.add(_gathered(note for layer in done for note in layer.notes))
+        smoothing, running = Smoothing(), {"on_step": on_step, "ranks": ranks, **streaming}
+        for stage in stages:
+            with showing_all_tokens(loaded, on=moe_calibrate_all_experts):
+                smoothing.add(now := _smoothed(stage, loaded, batches, clock, mapped, running))
+                notes.add(now.notes)
+                if stage.gathering.names:
+                    with clock("gather"):
+                        gathered = stage.gathering.standing(loaded, batches, blocks=stage.plan.blocks, **running)
+                        notes.add(stack.enter_context(gathered))
+                with clock("calibrate"):
+                    calibration = Calibration(
+                        loaded, stage.plan.layers, batches, stage.plan.blocks, journal=keeper, **running
+                    )
+                    done = calibration.run(stage.plan.pipeline)
             layers += done
+            notes.add(_gathered(note for layer in done for note in layer.notes))
         result = Result(
             loaded,
             parsed,
-            plan.pipeline,
-            plan.why,
+            stages[-1].plan.pipeline,
+            stages[-1].plan.why,
             layers,
             notes.all,
             clock.seconds,
@@ -285,6 +299,7 @@ def oneshot(
             companions=companions,
             files=mapped,
             is_first_rank=ranks.is_first,
+            smoothing=smoothing,
         )
         if journal is not None:
             with clock("save"):
@@ -346,6 +361,18 @@ def _streaming(
     """What a run needs whose model is not in memory."""
     room = room_for_activations(max_memory, largest_block(plans))
     return {"weights": Shelf(model, files, source.check_unchanged), "waiting_room": WaitingRoom(files.scratch, room)}
+
+
+def _smoothed(
+    stage: Stage, model: nn.Module, batches: Sequence[Batch], clock: _Clock, files: MappedFiles | None, running: Any
+) -> Smoothing:
+    """What is done to a model before a stage gathers or quantises anything."""
+    found = Smoothing()
+    for smoother in stage.smoothers:
+        with clock("smooth"), _lying_in(files):
+            found.add(smooth(model, stage.plan, smoother, batches, **running))
+    stage.gathering.smoothed(found.inputs)
+    return found
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scalewright.calibration.gathering import notes_on_idle, plan_gatherings, runs_data, without_gatherers
 from scalewright.calibration.pipelines import check_pipeline
-from scalewright.calibration.plan import Plan, bytes_after, largest_block, make_plans
+from scalewright.calibration.plan import Plan, bytes_after, largest_block
 from scalewright.calibration.sources import DataOptions, other_split
+from scalewright.calibration.stages import notes_on, plan_stages
 from scalewright.checkpoint.loading import (
     check_dtype,
     empty_model,
@@ -32,7 +33,7 @@ from scalewright.checkpoint.memory import in_bytes, in_units, room_for_activatio
 from scalewright.costs import Rates, Run, peak_bytes, seconds, spilt_bytes
 from scalewright.errors import StrictError
 from scalewright.importance import files_of
-from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier, SmoothQuantModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.schemes import bits_per_weight, in_words
 from scalewright.recipe import Recipe
@@ -129,27 +130,29 @@ def plan_of(
         built.to(getattr(torch, dtype))
     length = min(max_seq_length or _LENGTH, positions_of(built) or _LENGTH)
     # Where data is needed it will be given; where it is only useful it may be.
-    stages = [stage.modifiers for stage in parsed.stages]
     has_data, will_have = has_data or dataset is not None, any(map(_needs_data, parsed.modifiers))
-    asked: dict[str, Any] = {"pipeline": pipeline, "has_data": has_data or will_have}
-    plans = make_plans(built, without_gatherers(stages), blocks=sequential_targets, **asked)
-    gatherings = plan_gatherings(built, stages, plans, files=files, **asked)
-    told = [each.notes for each in gatherings] + [plan.notes for plan in plans]
+    stages = plan_stages(
+        built,
+        [stage.modifiers for stage in parsed.stages],
+        files=files,
+        making=nullcontext(),
+        blocks=sequential_targets,
+        pipeline=pipeline,
+        has_data=has_data or will_have,
+    )
+    plans, runs_data = [stage.plan for stage in stages], any(stage.runs_data for stage in stages)
     for_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "column": column, "pack": pack}
-    idle: dict[str, Any] = {
-        "blocks": sequential_targets,
-        "for_data": None if will_have else for_data | other_split(split),
-    }
-    told.append(notes_on_idle(plans, gatherings, has_data=has_data, **idle))
+    for_data |= other_split(split)
+    told = notes_on(stages, has_data=has_data, blocks=sequential_targets, for_data=None if will_have else for_data)
     tokens_per_batch = min(plan.tokens_per_batch() for plan in plans)
     samples = None
-    if dataset is not None and os.path.exists(dataset) and runs_data(plans, gatherings):
+    if dataset is not None and os.path.exists(dataset) and runs_data:
         cut = sequence_length(built, max_seq_length)
         options = DataOptions(num_samples, cut, batch_size, column, pack, split, seed, tokens_per_batch)
         companions = load_companions(model, tokenizer, trust_remote_code=trust_remote_code)
         samples = samples_for(built, dataset, options, companions)
-        told.append(samples.notes)
-    notes = list(dict.fromkeys(note for some in told for note in some))
+        told += samples.notes
+    notes = list(dict.fromkeys(told))
     if strict and notes:
         raise StrictError(notes[0])
     layers = [layer for plan in plans for layer in plan.layers]
@@ -169,7 +172,7 @@ def plan_of(
         num_tokens,
         batch_tokens,
         _hidden_size(built),
-        sum(bool(each.modules) for each in gatherings),
+        sum(stage.passes_before for stage in stages),
         is_streamed,
         room,
     )
@@ -196,7 +199,8 @@ def plan_of(
 def _needs_data(modifier: Modifier) -> bool:
     if isinstance(modifier, IMatrixGatherer):
         return modifier.file is None
-    return isinstance(modifier, QuantizationModifier) and modifier.data == "needed"
+    is_needed = isinstance(modifier, QuantizationModifier) and modifier.data == "needed"
+    return is_needed or isinstance(modifier, SmoothQuantModifier)
 
 
 def _group(layers: Sequence[WatchedLayer]) -> PlannedGroup:

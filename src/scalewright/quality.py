@@ -9,17 +9,20 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationScheme
 
 from scalewright.errors import RecipeError, did_you_mean
-from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from scalewright.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier, SmoothQuantModifier
 from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.schemes import scheme_named
 from scalewright.recipe import Recipe
 
 QUALITIES = {
     "fast": "weights are searched without data",
-    "balanced": "errors of weights are weighted by how strong their inputs are",
-    "best": "GPTQ that makes up for what earlier layers lost, with scales and codes refined",
+    "balanced": "errors of weights are weighted by how strong their inputs are; inputs that are rounded to integers "
+    "under one scale are smoothed",
+    "best": "GPTQ that makes up for what earlier layers lost, with scales and codes refined; inputs that are rounded "
+    "to integers are smoothed",
 }
 _FEW_BITS = 4  # up to which refining is worth its time
+_MANY_BITS = 8  # of weights that mind little if some columns grow
 _CORRECTION = 0.5
 _REFINEMENTS = 2
 
@@ -50,8 +53,21 @@ def recipe_for(
     given: dict[str, Any] = {"targets": list(targets), "scheme": scheme, "ignore": ignored}
     given |= {} if group_size is None else {"group_size": group_size}
     given |= {} if observer is None else {"weight_observer": observer}
-    modifier = _modifier(quality, scheme_named(scheme), given, positive_scales=positive_scales)
-    return Recipe.of(modifier if importance is None else [IMatrixGatherer(file=importance, ignore=ignored), modifier])
+    arguments = scheme_named(scheme)
+    modifiers: list[Modifier] = [_modifier(quality, arguments, given, positive_scales=positive_scales)]
+    if importance is not None:
+        modifiers.insert(0, IMatrixGatherer(file=importance, ignore=ignored))
+    if _is_smoothed(quality, arguments):
+        modifiers.insert(0, SmoothQuantModifier(**({} if list(targets) == ["Linear"] else {"targets": list(targets)})))
+    return Recipe.of(modifiers)
+
+
+def _is_smoothed(quality: str, scheme: QuantizationScheme) -> bool:
+    """Whether inputs are integers, and weights have bits enough to take what is loud about them."""
+    inputs = scheme.input_activations
+    if inputs is None or inputs.type != "int" or scheme.weights is None or scheme.weights.num_bits < _MANY_BITS:
+        return False
+    return quality == "best" or (quality == "balanced" and not inputs.dynamic)
 
 
 def _modifier(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import os
 import re
+import shutil
 import struct
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +43,7 @@ from compressed_tensors.quantization import initialize_module_for_quantization
 from compressed_tensors.utils import get_direct_state_dict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -1516,3 +1519,90 @@ def test_mangled_entries_of_a_configuration(victim, ways, value):
 def test_files_of_anything(victim, file, text):
     (victim / file).write_bytes(text)
     examined(victim)
+
+
+# ---- smoothed weights ------------------------------------------------------------------------------------------------
+
+
+SAMPLES = torch.randint(0, 48, (4, 16), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def smoothed(tmp_path_factory):
+    """A model whose channels are uneven, and a checkpoint of it that was smoothed."""
+    where = tmp_path_factory.mktemp("smoothed")
+    model = save_model(where / "model", num_hidden_layers=2)
+    tensors = load_file(model / "model.safetensors")
+    for name, each in tensors.items():
+        if name.endswith("layernorm.weight"):
+            each[::7] *= 30
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    recipe = {"SmoothQuantModifier": {}, "QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head", "*.1.mlp.*"]}}
+    oneshot(model, recipe={"modifiers": recipe}, dataset=SAMPLES, output_dir=where / "good", batch_size=2)
+    return model, where / "good"
+
+
+def record(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        told = json.loads((folder / "scalewright.json").read_text())
+        change(told)
+        (folder / "scalewright.json").write_text(json.dumps(told))
+
+    return edit
+
+
+SAID = "scalewright.json: its smoothing"
+SMOOTHED_NORM, SMOOTHED_LAYER = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj"
+NOT_WHAT_IT_WAS = f"{SMOOTHED_NORM}: is not quantised, and yet it is not what the original has."
+ZEROS = base64.b64encode(zlib.compress(bytes(64))).decode()
+OUTSIDE = base64.b64encode(zlib.compress(bytes([100] * 64))).decode()
+
+
+def test_a_smoothed_checkpoint_is_held_against_what_the_original_became(smoothed, tmp_path):
+    model, good = smoothed
+    assert verify_checkpoint(good, against=model) == []
+    told = json.loads((good / "scalewright.json").read_text())["smoothing"]
+    assert told[SMOOTHED_NORM].keys() == {"rows"}
+    assert told["model.layers.0.self_attn.v_proj.weight"].keys() == {"rows", "columns"}
+    assert not any("layers.1.mlp" in name for name in told)  # nothing rounds its inputs
+    powers = memoryview(zlib.decompress(base64.b64decode(told[SMOOTHED_NORM]["rows"]))).cast("b")
+    assert len(powers) == 64 and all(each < 0 for each in powers[::7])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda told: told.pop("smoothing"), NOT_WHAT_IT_WAS),
+        (
+            lambda told: told["smoothing"].pop(f"{SMOOTHED_LAYER}.weight"),
+            f"{SMOOTHED_LAYER}: keeps ",
+        ),
+        (
+            lambda told: told["smoothing"][SMOOTHED_NORM].update(rows=ZEROS),
+            NOT_WHAT_IT_WAS,
+        ),
+        (
+            lambda told: told["smoothing"][SMOOTHED_NORM].update(rows=OUTSIDE),
+            "scalewright.json: its smoothing has powers beyond all that smoothing does.",
+        ),
+        (
+            lambda told: told["smoothing"][f"{SMOOTHED_LAYER}.weight"].update(rows=ZEROS[:-4]),
+            "scalewright.json: its smoothing cannot be unpacked",
+        ),
+        (
+            lambda told: told["smoothing"]["model.layers.0.mlp.down_proj.weight"].update(columns=ZEROS),
+            "model.layers.0.mlp.down_proj.weight: by scalewright.json 64 columns of it are smoothed, and its shape is "
+            "[64, 96].",
+        ),
+        (lambda told: told.update(smoothing=[1]), f"{SAID} is no object."),
+        (lambda told: told.update(smoothing={"a": 3}), f"{SAID} has 3, and not rows and columns."),
+        (lambda told: told.update(smoothing={"a": {"rows": 3}}), f"{SAID} has 3, and not a text."),
+        (lambda told: told.update(smoothing={"a": {"rows": "no base"}}), f"{SAID} cannot be unpacked"),
+    ],
+)
+def test_a_record_that_tells_another_smoothing_is_found_out(smoothed, change, words, tmp_path):
+    model, good = smoothed
+    broken = Path(shutil.copytree(good, tmp_path / "out"))
+    record(change)(broken)
+    assert any(str(each).startswith(words) for each in verify_checkpoint(broken, against=model))
+    assert verify_checkpoint(broken) == []  # nobody needs it who does not compare

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scalewright.calibration.distributed import watched_ranks
 from scalewright.checkpoint.journal import partial_of
 from scalewright.importance import gather_importance
-from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from scalewright.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier, SmoothQuantModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.observers.catalog import registered_observers
 from scalewright.oneshot import oneshot
@@ -119,6 +119,16 @@ CASES = {
     "data-free": Case(lambda: QuantizationModifier(scheme="W4A16", group_size=32, **HEAD), num_samples=0),
     "gathered": Case(
         lambda: [IMatrixGatherer(), QuantizationModifier(weights={**INT4, "observer": "imatrix_mse"}, **HEAD)]
+    ),
+    "smoothed": Case(lambda: [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", **HEAD)]),
+    "smoothed, one sample": Case(
+        lambda: [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", **HEAD)], num_samples=1
+    ),
+    "smoothed experts": Case(
+        lambda: [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8_DYNAMIC", ignore=["lm_head", "re:.*gate$"])],
+        kind="mixtral",
+        num_samples=9,
+        batch_size=1,
     ),
     "gptq": Case(lambda: GPTQModifier(weights=INT4, **HEAD), is_exact=False),
     "gptq, makes up": Case(

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalewright.checkpoint.journal import partial_of
-from scalewright.modifiers import GPTQModifier, QuantizationModifier
+from scalewright.modifiers import GPTQModifier, QuantizationModifier, SmoothQuantModifier
 from scalewright.oneshot import oneshot
 
 SEED = 0
@@ -28,6 +28,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "static in sequence": lambda: QuantizationModifier(scheme="FP8", ignore=["lm_head"]),
     "gptq": lambda: GPTQModifier(weights=GROUP, ignore=["lm_head"], refinements=1),
     "gptq that makes up": lambda: GPTQModifier(scheme="W8A8", ignore=["lm_head"], correction=0.5),
+    "smoothed": lambda: [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])],
+    "smoothed, gptq": lambda: [SmoothQuantModifier(), GPTQModifier(scheme="W8A8", ignore=["lm_head"], correction=0.5)],
 }
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 DATA_FREE = ("data-free",)

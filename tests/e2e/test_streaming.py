@@ -73,6 +73,7 @@ def stages(*given: dict[str, object]) -> dict[str, object]:
     return {f"part{i}_stage": {f"part{i}_modifiers": each} for i, each in enumerate(given)}
 
 
+SMOOTHED = {"SmoothQuantModifier": {}, "QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*mlp.*proj"]}}
 STAGES = {
     "first_stage": {"first_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["re:.*mlp.*proj"]}}},
     "second_stage": {
@@ -102,6 +103,11 @@ CASES = {
     "static after gptq": ("shards", {"recipe": stages(GPTQ_ATTENTION, W8A8_MLP), "dataset": IDS}),
     "gathered after static": ("shards", {"recipe": stages(W8A8_HEAD, GATHERED_ATTENTION), "dataset": IDS}),
     "gptq after a finished head": ("tied", {"recipe": stages(W8A8_HEAD, GPTQ_ATTENTION), "dataset": IDS}),
+    "smoothed": ("shards", {"recipe": stages(SMOOTHED), "dataset": IDS}),
+    "smoothed, in half precision": ("tied", {"recipe": stages(SMOOTHED), "dataset": IDS}),
+    "smoothed after gptq": ("shards", {"recipe": stages(GPTQ_ATTENTION, SMOOTHED), "dataset": IDS}),
+    "gptq of what was smoothed": ("shards", {"scheme": "W8A8", "quality": "best", "dataset": IDS}),
+    "smoothed experts": ("experts", {"scheme": "W8A8_DYNAMIC", "quality": "best", "dataset": IDS}),
     "gathered before": ("shards", {"recipe": GATHERED, "dataset": IDS}),
     "kv cache": (
         "tied",

@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
         "Recipe",
         "Result",
         "ScalewrightError",
+        "SmoothQuantModifier",
         "__version__",
         "evaluate",
         "observe",

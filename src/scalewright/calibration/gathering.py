@@ -22,7 +22,7 @@ from scalewright.calibration.plan import Plan
 from scalewright.calibration.targets import first_of, output_heads, resolve_targets, routers
 from scalewright.calibration.watching import watch_inputs
 from scalewright.errors import DataError, ImportanceError, RecipeError, did_you_mean
-from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from scalewright.modifiers import IMatrixGatherer, Modifier, QuantizationModifier, SmoothQuantModifier
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.shown import See
 from scalewright.observers import IMatrixMSEObserver
@@ -188,6 +188,12 @@ class Gathering:
         """The layers that will have importance."""
         return {*self.modules, *self.given}
 
+    def smoothed(self, powers: Mapping[str, Tensor]) -> None:
+        """What files say is of inputs that have been divided by powers of two since, by the names of their layers."""
+        for name in self.given.keys() & powers.keys():
+            module, sum_C, count = self.given[name]
+            self.given[name] = (module, sum_C * torch.exp2(-2.0 * powers[name].float()), count)
+
     @contextmanager
     def standing(
         self,
@@ -226,9 +232,14 @@ def note_unseen(counts: Mapping[str, int]) -> list[str]:
     return [f"{first_of(unseen)}: no token was seen while importance was gathered. Add samples."] if unseen else []
 
 
-def without_gatherers(stages: Sequence[Sequence[Modifier]]) -> list[list[Modifier]]:
+def that_quantise(stages: Sequence[Sequence[Modifier]]) -> list[list[Modifier]]:
     """The stages that quantise, and their modifiers that do."""
-    kept = [[each for each in stage if not isinstance(each, IMatrixGatherer)] for stage in stages]
+    kept = [[each for each in stage if not isinstance(each, IMatrixGatherer | SmoothQuantModifier)] for stage in stages]
+    if not any(kept) and any(isinstance(each, SmoothQuantModifier) for stage in stages for each in stage):
+        raise RecipeError(
+            "the recipe smooths inputs, and there is nothing in it that quantises them. Add a QuantizationModifier or "
+            "a GPTQModifier."
+        )
     if not any(kept):
         raise RecipeError(
             "the recipe gathers importance, and there is nothing in it that uses it. Add a QuantizationModifier; to "
@@ -246,7 +257,7 @@ def plan_gatherings(
     pipeline: str = "auto",
     has_data: bool = False,
 ) -> list[Gathering]:
-    """What is gathered before each of the `plans`, which were made of the same stages `without_gatherers`.
+    """What is gathered before each of the `plans`, which were made of those of the stages `that_quantise`.
 
     Plans that then have all they want to know need no data any more, and are changed so. `files` has what the files of
     gatherers say, by their names. Nothing is gathered that nobody uses.
@@ -279,36 +290,6 @@ def plan_gatherings(
             "modifier that does."
         )
     return gatherings
-
-
-def notes_on_idle(
-    plans: Sequence[Plan],
-    gatherings: Sequence[Gathering],
-    *,
-    has_data: bool,
-    blocks: str | Sequence[str] | None = None,
-    for_data: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """What a run was given and has no use for: data, blocks (`sequential_targets`), and options `for_data`."""
-    notes = []
-    if has_data and not runs_data(plans, gatherings):
-        how = f"{plans[-1].pipeline}: {plans[-1].why}"
-        notes.append(f"data: nothing is calibrated with it ({how}). Leave it out, or use a recipe that looks at it.")
-    idle = [name for name, value in (for_data or {}).items() if value is not None]
-    if idle and not has_data:
-        notes.append(f"{', '.join(idle)}: there is no data to use it for. Give some, or leave it out.")
-    pipelines = list(dict.fromkeys(plan.pipeline for plan in plans))
-    if blocks is not None and "sequential" not in pipelines:
-        notes.append(
-            f"sequential_targets: the pipeline is {' and '.join(pipelines)}, and goes through no blocks. Ask for "
-            "sequential, or leave them out."
-        )
-    return notes
-
-
-def runs_data(plans: Sequence[Plan], gatherings: Sequence[Gathering]) -> bool:
-    """Whether data flows through the model."""
-    return any(each.modules for each in gatherings) or any(plan.pipeline != "data_free" for plan in plans)
 
 
 def _gathering(

@@ -99,6 +99,9 @@ class Weights(Protocol):
     def undone(self, layer: WatchedLayer) -> None:
         """A layer that was finished and given up is not finished after all."""
 
+    def moved(self, module: nn.Module) -> None:
+        """A module has been given another weight."""
+
     def give_up(self) -> None:
         """Nothing is needed in memory for now."""
 

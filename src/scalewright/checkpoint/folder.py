@@ -65,6 +65,8 @@ class Record:
     """What it has written in other files, by their names."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files beside these."""
+    smoothing: Any = None
+    """By which powers of two weights were multiplied before they were quantised, as it stands there."""
 
 
 class BrokenFileError(Exception):
@@ -114,6 +116,7 @@ class Folder:
             self._digests(told, "digests", "tensors"),
             self._settings(told),
             self._digests(told, "files", "files"),
+            told.get("smoothing"),
         )
 
     def _layers(self, layers: Any) -> dict[str, Recorded]:

@@ -55,6 +55,10 @@ class Shelf:
         """A layer that was finished and given up is not finished after all."""
         self._away.pop(layer.module, None)
 
+    def moved(self, module: nn.Module) -> None:
+        """A module has been given another weight."""
+        self._homes[module] = _weight(module)
+
     def give_up(self) -> None:
         """Nothing is needed in memory for now."""
         for module, (layer, tensors) in self._here.items():

@@ -17,6 +17,7 @@ from scalewright.checkpoint.folder import pieces, read_rows, read_tensor
 from scalewright.checkpoint.formats import PACKED, words
 from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.shards import DTYPES, TensorAt
+from scalewright.checkpoint.smoothed import Powers
 from scalewright.checkpoint.structure import Layer
 from scalewright.modifiers.storing import read_back
 from scalewright.numerics.grids import grid_of
@@ -223,13 +224,19 @@ def _check_padding(where: str, at: TensorAt, count: int, num_bits: int, *, dim: 
 # ---- beside the original ---------------------------------------------------------------------------------------------
 
 
-def decibels_kept(layer: Layer, places: Places, original: TensorAt, dtype: torch.dtype) -> float:
-    """Signal to noise of a stored weight, beside the original in the dtype that the model was quantised in."""
+def decibels_kept(
+    layer: Layer, places: Places, original: TensorAt, dtype: torch.dtype, powers: Powers | None = None
+) -> float:
+    """Signal to noise of a stored weight, beside the original in the dtype that the model was quantised in.
+
+    `powers` of two are what the original was multiplied with.
+    """
     stored = {local: read_tensor(at) for local, at in places.items() if local != "weight_shape"}
     noise = Noise()
     for rows in _slices(layer):
         restored = read_back(_rows_of(layer, stored, rows), layer.scheme, CompressionFormat(layer.stored_as))["weight"]
-        noise.add(read_rows(original, rows).to(dtype), restored.to(dtype))
+        expected = read_rows(original, rows).to(dtype)
+        noise.add(expected if powers is None else powers.of(expected, rows), restored.to(dtype))
     return noise.decibels
 
 
@@ -259,8 +266,12 @@ def _rows_of(layer: Layer, stored: Mapping[str, Tensor], rows: slice) -> dict[st
     return found
 
 
-def is_same(one: TensorAt, other: TensorAt) -> bool:
-    """Whether a tensor is what the other becomes in its dtype."""
+def is_same(one: TensorAt, other: TensorAt, powers: Powers | None = None) -> bool:
+    """Whether a tensor is what the other becomes in its dtype, multiplied with `powers` of two."""
+    if powers is not None:
+        mine = read_tensor(one)
+        theirs = powers.of(read_tensor(other).to(mine.dtype))
+        return torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
     for mine, theirs in zip(_elements(one), _elements(other), strict=True):
         if not torch.equal(mine.view(torch.uint8), theirs.to(mine.dtype).view(torch.uint8)):
             return False

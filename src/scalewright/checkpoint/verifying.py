@@ -27,7 +27,6 @@ from scalewright.checkpoint.folder import (
     RECORD,
     Folder,
     Record,
-    Recorded,
     check_pattern,
     first_line,
     modules_of,
@@ -38,6 +37,7 @@ from scalewright.checkpoint.formats import NVFP4, Stored
 from scalewright.checkpoint.problems import Problem
 from scalewright.checkpoint.settings import changed_settings, notes_on_settings
 from scalewright.checkpoint.shards import TensorAt, digest_of
+from scalewright.checkpoint.smoothed import Powers, read_powers
 from scalewright.checkpoint.structure import Layer, Structure, format_of, is_quantised_name, structure_of, ties_of
 from scalewright.checkpoint.values import check_finite, check_layer, decibels_kept, is_same
 from scalewright.errors import ModelError, OutputError
@@ -103,7 +103,7 @@ def _examined(folder: Path, *, against: str | Path | None = None, is_new: bool =
     found.problems += structure.problems
     _Check(found, structure, quantization, record, may_be_negative).run()
     if original is not None:
-        found.problems += _beside(found, structure, record.layers, original, config)
+        found.problems += _beside(found, structure, record, original, config)
     found.problems += changed
     notes = [*structure.notes, *_notes(config["quantization_config"]), *added]
     return Verification(found.problems, notes, len(found.tensors), len(structure.layers))
@@ -417,12 +417,17 @@ def _original(path: Path) -> _Original:
 def _beside(
     folder: Folder,
     structure: Structure,
-    record: Mapping[str, Recorded],
+    record: Record,
     original: _Original,
     config: Mapping[str, Any],
 ) -> Iterator[Problem]:
     """Weights that are farther from the original than the record claims; other tensors that are not the original's."""
     told = {problem.where for problem in folder.problems}
+    try:
+        smoothed = {} if record.smoothing is None else read_powers(record.smoothing)
+    except ValueError as error:
+        yield Problem(RECORD, f"its smoothing {error}.")
+        return
     for layer in structure.layers:
         if not layer.shape or layer.scheme.weights is None:
             continue
@@ -432,12 +437,9 @@ def _beside(
         at = original.find(name)
         if at is None:
             structure.notes.append(_not_compared(name))
-        elif at.shape != layer.shape:
-            yield Problem(layer.name, f"has the shape {list(layer.shape)}, and the original {list(at.shape)}.")
-        elif layer.name in record:
-            places = {local: folder.tensors[each] for local, each in layer.places.items()}
-            yield from _farther(layer, places, at, record[layer.name], _dtype(config, places))
-    if not record:
+        else:
+            yield from _farther(folder, layer, name, at, record, config, smoothed)
+    if not record.layers:
         structure.notes.append(f"{RECORD}: is not there, so no error is claimed that weights could be held to.")
     for name, mine in folder.tensors.items():
         if name not in structure.others or name in told:
@@ -445,8 +447,15 @@ def _beside(
         theirs = original.find(name)
         if theirs is None:
             structure.notes.append(_not_compared(name))
-        elif theirs.shape != mine.shape or not is_same(mine, theirs):
+        elif (misfit := _misfit(smoothed, name, theirs)) is not None:
+            yield misfit
+        elif theirs.shape != mine.shape or not is_same(mine, theirs, smoothed.get(name)):
             yield Problem(name, "is not quantised, and yet it is not what the original has.")
+
+
+def _misfit(smoothed: Mapping[str, Powers], name: str, original: TensorAt) -> Problem | None:
+    what = smoothed[name].misfit(original.shape) if name in smoothed else None
+    return None if what is None else Problem(name, f"by {RECORD} {what}.")
 
 
 def _not_compared(name: str) -> str:
@@ -454,15 +463,28 @@ def _not_compared(name: str) -> str:
 
 
 def _farther(
-    layer: Layer, places: Mapping[str, TensorAt], original: TensorAt, claimed: Recorded, dtype: torch.dtype
+    folder: Folder,
+    layer: Layer,
+    name: str,
+    original: TensorAt,
+    record: Record,
+    config: Mapping[str, Any],
+    smoothed: Mapping[str, Powers],
 ) -> Iterator[Problem]:
-    if claimed.weight_db is None or math.isnan(claimed.weight_db):
+    if original.shape != layer.shape:
+        yield Problem(layer.name, f"has the shape {list(layer.shape)}, and the original {list(original.shape)}.")
         return
-    kept = decibels_kept(layer, places, original, dtype)
-    if not kept >= claimed.weight_db - _TOLERANCE_DB and not math.isnan(kept):
+    if (misfit := _misfit(smoothed, name, original)) is not None:
+        yield misfit
+        return
+    claimed = None if layer.name not in record.layers else record.layers[layer.name].weight_db
+    if claimed is None or math.isnan(claimed):
+        return
+    places = {local: folder.tensors[each] for local, each in layer.places.items()}
+    kept = decibels_kept(layer, places, original, _dtype(config, places), smoothed.get(name))
+    if not kept >= claimed - _TOLERANCE_DB and not math.isnan(kept):
         yield Problem(
-            layer.name,
-            f"keeps {kept:.3f} dB of its weight beside the original, and {RECORD} claims {claimed.weight_db:.3f}.",
+            layer.name, f"keeps {kept:.3f} dB of its weight beside the original, and {RECORD} claims {claimed:.3f}."
         )
 
 
