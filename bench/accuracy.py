@@ -74,6 +74,8 @@ class Contestant:
     modifier: str = "QuantizationModifier"
     weights: str | None = None
     inputs: str | None = None
+    is_smoothed: bool = False
+    """Whether a SmoothQuantModifier comes first, with the strength that both sides recommend."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class Case:
         for part, observer in (("weights", who.weights), ("input_activations", who.inputs)):
             if observer is not None:
                 group[part]["observer"] = observer
-        return {"modifier": who.modifier, "fields": {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
+        fields = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+        return {"modifier": who.modifier, "fields": fields, "smoothing": STRENGTH if who.is_smoothed else None}
 
 
 def rounded(side: str, *observers: str) -> list[Contestant]:
@@ -156,6 +159,7 @@ MODELS = (
     Model("SmolLM2-135M", 64, 64, 12, 512, ("wiki_calib.txt", "wikitext2_test.txt")),
 )
 
+STRENGTH = 0.8  # of smoothing, as in llm-compressor's example of W8A8
 # Numbers as they travel to the workers: keywords of QuantizationArgs.
 INT = {"type": "int", "symmetric": True, "dynamic": False}
 INT8 = {**INT, "num_bits": 8}
@@ -209,8 +213,11 @@ SCHEMES = (
         [
             *static("peer", "static_minmax", "minmax", "mse"),
             Contestant("peer", "GPTQ + mse", modifier="GPTQModifier", weights="mse", inputs="mse"),
+            Contestant("peer", "SmoothQuant + mse", weights="mse", inputs="mse", is_smoothed=True),
+            Contestant("peer", "SmoothQuant + GPTQ", modifier="GPTQModifier", inputs="static_minmax", is_smoothed=True),
             *WORDS,
             *static("ours", "static_minmax", "minmax", "mse", "histogram_mse", "percentile", "entropy", "balanced_mse"),
+            Contestant("ours", "SmoothQuant + mse", weights="mse", inputs="mse", is_smoothed=True),
         ],
         title="W8A8 static",
     ),

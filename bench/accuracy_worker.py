@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.worker import PACKAGES, start_measuring_memory, status
 
+SMOOTHS = {"scalewright": "modifiers.smoothquant", "llmcompressor": "modifiers.transform.smoothquant"}
 MODULES = {"QuantizationModifier": "modifiers.quantization", "GPTQModifier": "modifiers.gptq"}
 
 
@@ -58,7 +59,11 @@ def recipe_of(package: str, wanted: Mapping[str, Any]) -> Any:
         recipe_for = importlib.import_module(f"{package}.quality").recipe_for
         return recipe_for(wanted["quality"], wanted["scheme"], **wanted["options"])
     module = importlib.import_module(f"{package}.{MODULES[wanted['modifier']]}")
-    return [getattr(module, wanted["modifier"])(**wanted["fields"])]
+    modifiers = [getattr(module, wanted["modifier"])(**wanted["fields"])]
+    if wanted["smoothing"] is not None:
+        smooths = importlib.import_module(f"{package}.{SMOOTHS[package]}").SmoothQuantModifier
+        modifiers.insert(0, smooths(smoothing_strength=wanted["smoothing"]))
+    return modifiers
 
 
 def data_for(side: str, rows: Sequence[Sequence[int]]) -> tuple[Any, dict[str, Any]]:
