@@ -32,6 +32,7 @@ _GROUPS = {"group_size": 64}
 _SIGNED = {"weight_observer": {"name": "optimal", "signed": True}}
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "W8A8": {"QuantizationModifier": {"scheme": "W8A8", **_HEAD}},
+    "W8A8, smoothed": {"SmoothQuantModifier": {}, "QuantizationModifier": {"scheme": "W8A8", **_HEAD}},
     "W8A8, signed scales": {"QuantizationModifier": {"scheme": "W8A8", **_SIGNED, **_HEAD}},
     "W8A8, GPTQ": {"GPTQModifier": {"scheme": "W8A8", "correction": 0.5, **_HEAD}},
     "W8A8_DYNAMIC": {"QuantizationModifier": {"scheme": "W8A8_DYNAMIC", **_HEAD}},
