@@ -8,7 +8,7 @@ code runs as it is: nothing is traced or replaced, and values that pass a module
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,11 +16,13 @@ from typing import Any, Literal
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 Place = tuple[int, ...]
 """Where a module comes among those that passes wait for: its number, and that of a module within it."""
 _Order = Literal["go on", "rehearse"]
+_modes: Any = torch.overrides  # which has no types
 
 
 class Enough(BaseException):
@@ -43,12 +45,14 @@ class LockStep:
         forward: Callable[[int], Any],
         count: int,
         *,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
         entering: Callable[[int], object] = lambda batch: None,
         leaving: Callable[[Any], object] = lambda arguments: None,
         agree: Callable[[Place | None], Place | None] = lambda place: place,
     ) -> None:
         """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on.
 
+        What torch keeps by thread is for passes as it is inside of `within`, and as it is now for all else.
         When a pass begins to wait, `leaving` is given what the module that it waits for will be called with. `agree` is
         given the place of the first module that a batch waits for, None if none does, and says which comes next: others
         may have batches of their own. Then no batch of ours may wait there.
@@ -59,6 +63,7 @@ class LockStep:
         self._forward = forward
         self._outside = copy_context()
         self._count = count
+        self._within = within
         self._entering = entering
         self._leaving = leaving
         self._agree = agree
@@ -92,8 +97,10 @@ class LockStep:
 
         Where batches wait in front of different modules, the first of them comes first.
         """
+        with self._within():
+            begun = _ThreadState.now()
         for batch in range(self._count):
-            self._start(batch)
+            self._start(batch, begun)
         while True:
             place = self._agree(min((self._places[each] for each in self._waiting.values()), default=None))
             if place is None:
@@ -141,18 +148,19 @@ class LockStep:
         self._hooks.callback(attributes.pop if before is None else attributes.__setitem__, "_call_impl", before)
         attributes["_call_impl"] = wait_and_call
 
-    def _start(self, batch: int) -> None:
+    def _start(self, batch: int, state: _ThreadState) -> None:
         def run(_: _Order) -> None:
             self.outputs[batch] = self._forward(batch)
 
         self._passes[batch] = each = greenlet(run)
         each.gr_context = self._outside.copy()
         self._batches[each] = batch
+        self._states[batch] = state
         self._switch(batch, "go on")
 
     def _switch(self, batch: int, order: _Order) -> None:
         """Switch to a pass until it waits or ends. What torch keeps by thread, each pass keeps for itself."""
-        with self._states.get(batch, _ThreadState.now()).in_force():
+        with self._states[batch].in_force():
             self._entering(batch)
             try:
                 self._passes[batch].switch(order)
@@ -214,18 +222,24 @@ def copied(arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class _ThreadState:
-    """What torch keeps by thread, and passes may change between two blocks: grad mode, inference mode, autocast."""
+    """What torch keeps by thread, and passes may change between two blocks.
+
+    Grad mode, inference mode, autocast, and what stands in for functions: who leaves such a mode takes off the last one
+    that somebody has entered, which need not be his own.
+    """
 
     is_inference: bool
     is_grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    functions: tuple[TorchFunctionMode, ...]
 
     @classmethod
     def now(cls) -> _ThreadState:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         devices = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         autocast = tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices)
-        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
+        functions = tuple(_modes._get_current_function_mode_stack())
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, functions)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -235,9 +249,18 @@ class _ThreadState:
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.callback(torch.set_grad_enabled, before.is_grad)
             stack.callback(_set_autocast, before.autocast)
+            stack.callback(_set_functions, before.functions)
             torch.set_grad_enabled(self.is_grad)
             _set_autocast(self.autocast)
+            _set_functions(self.functions)
             yield
+
+
+def _set_functions(modes: tuple[TorchFunctionMode, ...]) -> None:
+    for _ in _modes._get_current_function_mode_stack():
+        _modes._pop_mode()
+    for each in modes:
+        _modes._push_mode(each)
 
 
 def _set_autocast(states: tuple[tuple[str, bool, torch.dtype], ...]) -> None:

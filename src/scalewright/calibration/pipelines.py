@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from scalewright.calibration.data import no_texts, size_of
 from scalewright.calibration.distributed import Ranks, Share
 from scalewright.calibration.lockstep import LockStep, copied
-from scalewright.calibration.passes import Route, calling, evaluating, without_cache
+from scalewright.calibration.passes import Route, calling, evaluating, quickly, without_cache
 from scalewright.calibration.scratch import Thrift, WaitingRoom, give_back_freed, keep_freed, with_pages_of_their_own
 from scalewright.calibration.steps import (
     StepsInWords,
@@ -189,8 +189,7 @@ class Calibration:
             with self._tapped(todo), Route(self.model, alone).known() as route:
                 for i in range(len(self.batches) if todo else 0):
                     with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
-                        self._masks.enter(i)
-                        self._forward(i)
+                        self._pass(i)
             return self._finish(self.layers)
 
     def _basic_by_units(self) -> list[QuantizedLayer]:
@@ -434,7 +433,15 @@ class Calibration:
     def _lockstep(self, modules: Mapping[str, nn.Module], forward: Callable[[int], Any], count: int) -> LockStep:
         room = self.waiting_room
         leaving = {} if room is None else {"leaving": room.take}
-        return LockStep(modules, forward, count, entering=self._enter, agree=self.ranks.earliest, **leaving)
+        return LockStep(
+            modules,
+            forward,
+            count,
+            within=partial(quickly, self.model),
+            entering=self._enter,
+            agree=self.ranks.earliest,
+            **leaving,
+        )
 
     def _enter(self, number: int) -> None:
         self._masks.enter(number)
@@ -443,6 +450,12 @@ class Calibration:
     def _give_up(self) -> None:
         if self.weights is not None:
             self.weights.give_up()
+
+    def _pass(self, batch: int) -> None:
+        """A pass that does not wait."""
+        self._masks.enter(batch)
+        with quickly(self.model):
+            self._forward(batch)
 
     def _forward(self, batch: int, *, is_copied: bool = False) -> None:
         inputs: dict[str, Any] = dict(self.batches[batch])

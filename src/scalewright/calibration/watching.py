@@ -80,8 +80,7 @@ class _Watching(Calibration):
                 self._walk(passed, self._visit(len(passed)))
             for i in range(0 if by_units else len(self.batches)):
                 with self._showing(i, f"batch {i + 1} of {len(self.batches)}"), route.travelled():
-                    self._masks.enter(i)
-                    self._forward(i)
+                    self._pass(i)
 
     def _visit(self, passes: int) -> Visit:
         def visit(unit: Unit, run: Callable[[int], None], batches: Sequence[int], settle: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from scalewright.checkpoint.cut_files import check_not_cut
 from scalewright.errors import ModelError
 from scalewright.numerics.native import kernels
+from scalewright.numerics.products import multiplier
 
 _SUFFIXES = (".json", ".safetensors")
 _CHUNK = 1 << 22
@@ -27,7 +28,7 @@ _PACKAGES = ("scalewright", "torch", "transformers", "compressed-tensors")
 
 def versions() -> dict[str, str]:
     """Of the packages whose code decides what is written, and which kernels compute it: their sums are not the same."""
-    return {**_packages(), "kernels": kernels()}
+    return {**_packages(), "kernels": kernels(), "products": multiplier()}
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scalewright.calibration.passes import quickly
 from scalewright.calibration.sources import first_line
 from scalewright.errors import DataError, ModelError
 from scalewright.evaluation.figures import bin_edges, zeros
@@ -154,7 +155,8 @@ def logits_of(subject: Subject, batch: Mapping[str, Any]) -> Tensor:
     if not _takes(model, "attention_mask"):
         inputs.pop("attention_mask", None)
     try:
-        output = model(**inputs)
+        with quickly(model):
+            output = model(**inputs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{subject.name}: cannot be run on this data ({first_line(error)}).") from error
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

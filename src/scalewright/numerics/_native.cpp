@@ -10,6 +10,8 @@
 //   count   how often each number of bf16 is seen
 //   squares the sum of squares of each row
 //
+// And a word on who made the processor, `vendor`, which decides who multiplies matrices (products.py).
+//
 // native.py is their face; what they compute is defined in torch, in extremes.py, judge.py, charts.py and histogram.py, and for
 // `rounded` by compressed-tensors. Which candidates there are is no business of theirs. Sums are fp32 over one row, in
 // one order; their last bits depend on whether the processor has fused multiply-adds, and on nothing else.
@@ -25,12 +27,15 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
 
-constexpr int INTERFACE = 2;  // counts whenever arguments change; native.py takes no other
+constexpr int INTERFACE = 3;  // counts whenever arguments change; native.py takes no other
 constexpr int LANES = 16;
 constexpr int MOST_COLUMNS = 4 * LANES;  // of a chart
 constexpr int CHUNK = 32;  // elements that are summed before they are added to others
@@ -282,8 +287,18 @@ PyObject *py_squares(PyObject *, PyObject *args) {
 
 PyObject *py_best_level(PyObject *, PyObject *) { return PyLong_FromLong(best_level()); }
 
+PyObject *py_vendor(PyObject *, PyObject *) {
+    char name[13] = "";
+#if defined(__x86_64__) && defined(__GNUC__)
+    unsigned highest, words[3];  // the name is told in another order than that of the registers
+    if (__get_cpuid(0, &highest, &words[0], &words[2], &words[1])) std::memcpy(name, words, sizeof words);
+#endif
+    return PyUnicode_FromString(name);
+}
+
 PyMethodDef methods[] = {
     {"best_level", py_best_level, METH_NOARGS, "What this processor has: 2 for AVX-512, 1 for AVX2, else 0."},
+    {"vendor", py_vendor, METH_NOARGS, "Who made the processor, as it says itself; empty if it is not x86."},
     {"ends", py_ends, METH_VARARGS, "The least and the largest value of each row."},
     {"errors", py_errors, METH_VARARGS, "What scales lose."},
     {"scores", py_scores, METH_VARARGS, "Products of values and codes, and squares of codes."},

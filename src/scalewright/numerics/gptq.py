@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scalewright.numerics.grids import Grid
 from scalewright.numerics.hessian import Factor
+from scalewright.numerics.products import add_product_, product
 
 # R rows (output channels), C columns (input channels), G groups of columns that share a scale, B columns of a block, S
 # of a strip, E of it before the one that is rounded.
@@ -79,8 +80,8 @@ def round_columns(
                 torch.sub(weight_CR[order[j]], rounded_R, out=error_CR[j])
                 rounded_CR[order[j]] = rounded_R
             later_SB = share_BC[first : strip.stop - block.start, strip.stop : block.stop]
-            target_CR[strip.stop : block.stop].addmm_(later_SB.T, error_CR[strip])
-        target_CR[block.stop :].addmm_(share_BC[:, block.stop :].T, error_CR[block])
+            add_product_(target_CR[strip.stop : block.stop], later_SB.T, error_CR[strip])
+        add_product_(target_CR[block.stop :], share_BC[:, block.stop :].T, error_CR[block])
     return rounded_CR
 
 
@@ -93,7 +94,7 @@ def descend(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor, book: Cod
         share_CB = hessian_CC[:, block] / diagonal_C[block]
         own_BB = share_CB[block]
         # What the errors as they are would have each column of the block be.
-        target_BR = torch.addmm(rounded_CR[block], share_CB.T, error_CR)
+        target_BR = add_product_(rounded_CR[block].clone(), share_CB.T, error_CR)
         change_BR = torch.empty_like(target_BR)
         for strip in _runs(0, len(target_BR), _STRIP):
             begin = strip.start
@@ -105,7 +106,7 @@ def descend(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor, book: Cod
                 rounded_R = book.rounded(j, value_R)
                 torch.sub(rounded_CR[j], rounded_R, out=change_BR[i])
                 rounded_CR[j] = rounded_R
-            target_BR[strip.stop :].addmm_(own_BB[strip, strip.stop :].T, change_BR[strip])
+            add_product_(target_BR[strip.stop :], own_BB[strip, strip.stop :].T, change_BR[strip])
         error_CR[block] += change_BR
     return rounded_CR
 
@@ -118,14 +119,14 @@ def refit(
     `storable` gives the nearest scale that can be stored. A scale that this would make worse stays as it is.
     """
     rounded_CR, scale_GR = rounded_CR.clone(), book.scale_GR.clone()
-    pull_CR = hessian_CC @ (weight_CR - rounded_CR)
+    pull_CR = product(hessian_CC, weight_CR - rounded_CR)
     group_C = torch.tensor(book.group_C)
     for group in range(len(scale_GR)):
         columns_B = (group_C == group).nonzero().squeeze(1).to(weight_CR.device)
         old_R = scale_GR[group].clone()
         code_BR = rounded_CR[columns_B] / old_R
         hessian_BB = hessian_CC[columns_B][:, columns_B]
-        curve_R = (code_BR * (hessian_BB @ code_BR)).sum(dim=0)
+        curve_R = (code_BR * product(hessian_BB, code_BR)).sum(dim=0)
         slope_R = (code_BR * pull_CR[columns_B]).sum(dim=0)
         new_R = storable(old_R + slope_R / curve_R)
         change_R = new_R - old_R
@@ -135,7 +136,7 @@ def refit(
         scale_GR[group] += change_R
         step_BR = code_BR * change_R
         rounded_CR[columns_B] += step_BR
-        pull_CR.addmm_(hessian_CC[:, columns_B], step_BR, alpha=-1)
+        add_product_(pull_CR, hessian_CC[:, columns_B], step_BR.neg_())
     return rounded_CR, replace(book, scale_GR=scale_GR)
 
 
@@ -150,7 +151,8 @@ def corrected(
     what it should be as it can be.
     """
     order_C = torch.arange(len(weight_CR), device=weight_CR.device) if factor.order_C is None else factor.order_C
-    pull_CR = cross_CC @ weight_CR if beside_CR is None else torch.addmm(beside_CR, cross_CC, weight_CR)
+    pull_CR = torch.zeros_like(weight_CR) if beside_CR is None else beside_CR.clone()
+    add_product_(pull_CR, cross_CC, weight_CR)
     pull_CR = pull_CR[order_C]
     half_CR = torch.linalg.solve_triangular(factor.upper_CC, pull_CR, upper=True)
     whole_CR = torch.linalg.solve_triangular(factor.upper_CC.T, half_CR, upper=False)
@@ -162,7 +164,7 @@ def corrected(
 def output_error(weight_CR: Tensor, rounded_CR: Tensor, hessian_CC: Tensor) -> Tensor:
     """What the errors of each row cost: d H dT."""
     error_CR = weight_CR - rounded_CR
-    return (error_CR * (hessian_CC @ error_CR)).sum(dim=0)
+    return (error_CR * product(hessian_CC, error_CR)).sum(dim=0)
 
 
 def _runs(start: int, stop: int, size: int) -> Iterator[slice]:

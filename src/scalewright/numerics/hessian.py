@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scalewright.numerics.products import add_product_, add_square_, product
+
 # T tokens, C columns of the weight (input channels).
 
-_STRIP = 512  # columns of H that are computed at a time, and only down to the diagonal
+_STRIP = 512  # columns of H that are mirrored, or turned round, at a time
 _LOOKED_UP = 128  # columns of it whose places are looked up at a time
 _MOST_DAMPING = 1.0  # of the mean diagonal; beyond it H says nothing
 # How much of its own strength is added to each channel where there are as many tokens as columns, for each unit of
@@ -32,12 +34,7 @@ _DOUBT = 300.0
 
 def add_outer_(hessian_CC: Tensor, x_TC: Tensor, y_TC: Tensor | None = None) -> Tensor:
     """Add xT y to H; without `y`, xT x, of which only the upper triangle is computed: `symmetrize_` fills the rest."""
-    if y_TC is not None:
-        return hessian_CC.addmm_(x_TC.T, y_TC)
-    for start in range(0, x_TC.shape[1], _STRIP):
-        rows = slice(start, start + _STRIP)
-        hessian_CC[rows, start:].addmm_(x_TC[:, rows].T, x_TC[:, start:])
-    return hessian_CC
+    return add_square_(hessian_CC, x_TC) if y_TC is None else add_product_(hessian_CC, x_TC.T, y_TC)
 
 
 def symmetrize_(hessian_CC: Tensor) -> Tensor:
@@ -65,7 +62,7 @@ class Factor:
     def costs(self, error_RC: Tensor) -> Tensor:
         """What the errors of each row cost under H as it was: d H dT. [R]"""
         ordered_RC = error_RC if self.order_C is None else error_RC[:, self.order_C]
-        with_damping_R = (ordered_RC @ self.upper_CC).square().sum(dim=1)
+        with_damping_R = product(ordered_RC, self.upper_CC).square().sum(dim=1)
         return (with_damping_R - error_RC.square() @ self.added_C).clamp(min=0)
 
 

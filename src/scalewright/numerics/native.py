@@ -18,7 +18,7 @@ from scalewright.numerics.grids import Grid
 
 # P positions, E elements of each, R segments of all of them; J candidates; B bins and C columns of a chart.
 
-_INTERFACE = 2  # as in _native.cpp
+_INTERFACE = 3  # as in _native.cpp
 
 
 def _compiled() -> Any:
@@ -43,6 +43,11 @@ MOST_COLUMNS = 4 * _LANES
 def kernels() -> str:
     """What does the work on CPUs: "native" or "torch"."""
     return "torch" if _module is None else "native"
+
+
+def vendor() -> str:
+    """Who made the processor, as an x86 processor says itself; empty of others, and without the compiled part."""
+    return "" if _module is None else str(_module.vendor())
 
 
 def serves(x: Tensor) -> bool:

@@ -28,6 +28,7 @@ _MOST, _LEAST = 2048, 32  # rows of a piece, or what is summed at a time; powers
 _WORTH_IT = 1 << 22  # multiplications: with a quarter of them MKL is as quick
 _STRIP, _TILE = 256, 1024  # rows and columns of a sum that are computed at a time: oneDNN cannot add to what is there
 _STRIP_OF_TORCH = 512
+_PLAIN = {Tensor, nn.Parameter}
 _SIDE = 128  # of the smallest matrix for which a mode is worth 2 us for every call of torch
 
 
@@ -38,11 +39,12 @@ def prefers_onednn() -> bool:
 
 @cache
 def _prefers_onednn(vendor: str) -> bool:
+    backends: Any = torch.backends
     return (
         vendor not in {"", "GenuineIntel"}
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
+        and backends.cpu.get_cpu_capability().startswith("AVX512")
+        and backends.mkl.is_available()
+        and backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
@@ -97,7 +99,7 @@ def add_square_(sum_CC: Tensor, x_TC: Tensor) -> Tensor:
             sum_CC[rows, start:].addmm_(x_TC[:, rows].T, x_TC[:, start:])
         return sum_CC
     for some in _pieces(len(x_TC), _MOST):
-        turned_CE = x_TC[some].T.contiguous()  # rows that do not lie together cost oneDNN a thousand times as much
+        turned_CE = x_TC[some].T.contiguous()
         for start in range(0, columns, _STRIP):
             rows = slice(start, start + _STRIP)
             for first in range(start, columns, _TILE):
@@ -108,9 +110,14 @@ def add_square_(sum_CC: Tensor, x_TC: Tensor) -> Tensor:
 
 def _add_(sum_MN: Tensor, left_ME: Tensor, right_EN: Tensor) -> None:
     if _is_worth_it(left_ME.shape, right_EN.shape[1]):
-        sum_MN += _by_onednn(left_ME, right_EN.T, None)
+        sum_MN += _by_onednn(_in_rows(left_ME), right_EN.T, None)
     else:
         sum_MN.addmm_(left_ME, right_EN)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """`x.contiguous()`. torch turns a matrix in a tenth of the time if there is nothing between its columns."""
+    return x.contiguous() if x.stride(1) == 1 else x.T.contiguous().T.contiguous()
 
 
 def _by_onednn(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,7 +150,7 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether they are numbers in fp32, in memory, of which nobody wants a gradient."""
     given = [each for each in tensors if each is not None]
     return (
-        all(type(each) in {Tensor, nn.Parameter} for each in given)
+        all(type(each) in _PLAIN for each in given)
         and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in given)
         and all(each.layout == torch.strided for each in given)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
@@ -152,23 +159,24 @@ def _are_plain(*tensors: Tensor | None) -> bool:
 
 
 def _takes_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:
-    if not (prefers_onednn() and _are_plain(x, weight_NK, bias) and x.dim() > 1 and weight_NK.dim() == 2):
+    is_plain = type(x) in _PLAIN and type(weight_NK) in _PLAIN
+    if not is_plain or x.dim() < 2 or weight_NK.dim() != 2 or x.shape[-1] != weight_NK.shape[1]:
         return False
     num_columns, inner = weight_NK.shape
     return (
-        x.shape[-1] == inner
-        and (bias is None or (bias.shape == (num_columns,) and bias.is_contiguous()))
-        and inner > 0
-        and _is_worth_it((x.numel() // inner, inner), num_columns)
+        _is_worth_it((x.numel() // max(1, inner), inner), num_columns)
+        and prefers_onednn()
+        and _are_plain(x, weight_NK, bias)
         and x.is_contiguous()
         and (weight_NK.is_contiguous() or weight_NK.T.is_contiguous())
+        and (bias is None or (bias.shape == (num_columns,) and bias.is_contiguous()))
     )
 
 
 def _takes_product(left_MK: Tensor, right_KN: Tensor, sum_MN: Tensor | None = None) -> bool:
     return (
-        prefers_onednn()
-        and _is_worth_it(left_MK.shape, right_KN.shape[1])
+        _is_worth_it(left_MK.shape, right_KN.shape[1])
+        and prefers_onednn()
         and _are_plain(left_MK, right_KN, sum_MN)
         and right_KN.is_contiguous()
     )

@@ -22,6 +22,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
+from scalewright.calibration.passes import quickly
 from scalewright.calibration.pipelines import Calibration, OnStep, silent
 from scalewright.calibration.sources import DataOptions
 from scalewright.calibration.targets import first_of, resolve_targets
@@ -231,12 +232,20 @@ def _losses(
                 x_TI = piece.x_TI.float()
                 slope_T = torch.zeros_like(x_TI[:, 0])
                 for each, gradient_TO in piece.gradients.items():
-                    bias = None if layers[each].bias is None else layers[each].bias.detach().float()
-                    original_TO = nn.functional.linear(x_TI, layers[each].weight.detach().float(), bias)
-                    slope_T += ((quantised[each](x_TI) - original_TO) * gradient_TO).sum(dim=-1)
+                    lost_TO = _lost(layers[each], quantised[each], x_TI)
+                    slope_T += (lost_TO * gradient_TO).sum(dim=-1)
                 total += float((slope_T.double().abs() * piece.stands_for_T).sum())
             losses[scheme_name] += math.pi / 4 * (total / seen.num_tokens) ** 2
     return losses
+
+
+@torch.no_grad()
+def _lost(layer: nn.Linear, quantised: nn.Module, x_TI: Tensor) -> Tensor:
+    """What a layer's outputs lose where it is quantised: both are computed in the same way."""
+    bias = None if layer.bias is None else layer.bias.float()
+    with quickly(quantised):
+        lost_TO: Tensor = quantised(x_TI) - nn.functional.linear(x_TI, layer.weight.float(), bias)
+    return lost_TO
 
 
 @torch.no_grad()
