@@ -170,6 +170,51 @@ def test_relu_passes_factors_on_and_a_limit_does_not():
     assert found.inputs.keys() == {"blocks.0.second"}
 
 
+class Numbered(nn.Module):
+    """A norm before the first of two layers that differ by a number, a ReLU before the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, told: list[Tensor]) -> Tensor:
+        return x + self.fc2(torch.relu(self.fc1(self.norm(x))))
+
+
+def test_layers_whose_names_differ_by_a_number_are_two_kinds():
+    found = smoothed(stack_of(Numbered(), Numbered()))
+    assert found.outputs.keys() == {f"blocks.{i}.{each}" for i in range(2) for each in ("norm", "fc1")}
+    assert found.inputs.keys() == {f"blocks.{i}.{each}" for i in range(2) for each in ("fc1", "fc2")}
+
+
+class Parted(nn.Module):
+    """One layer gives two others their inputs, with rows of its own for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, told: list[Tensor]) -> Tensor:
+        one, other = self.both(x).chunk(2, dim=-1)
+        return x + self.first(torch.relu(one)) + self.second(torch.relu(other).flip(1))
+
+
+def test_a_layer_that_gives_two_others_their_channels_is_told_of_with_both():
+    animal = stack_of(Parted(), Parted())
+    made_uneven(animal.model)
+    before = {name: each.clone() for name, each in animal.model.state_dict().items()}
+    found = smoothed(animal)
+    for block in animal.blocks:
+        first_C, second_C = (found.inputs[f"{block}.{each}"] for each in ("first", "second"))
+        assert bool(first_C.any()) and bool(second_C.any())
+        powers_R = found.outputs[f"{block}.both"]
+        assert torch.equal(powers_R, -torch.cat([first_C, second_C]))
+        told = before[f"{block}.both.weight"] * torch.exp2(powers_R.float())[:, None]
+        assert torch.equal(animal.model.get_submodule(f"{block}.both").weight, told)
+
+
 def test_where_nothing_can_be_smoothed_it_is_said():
     assert smoothed(stack_of(Clamped(1.0), Clamped(1.0))).notes == [
         "SmoothQuantModifier: nothing could be smoothed. No norm or layer was found whose channels go into layers "

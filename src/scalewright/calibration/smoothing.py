@@ -361,8 +361,10 @@ class _Smoother(Calibration):
                 setattr(module, key, nn.Parameter(value, requires_grad=before.requires_grad))
                 if self.weights is not None:
                     self.weights.moved(module)
-            self._found.inputs |= dict.fromkeys(link.layers, powers_C)
-            self._found.outputs[link.giver] = -_of_giver(self.model, link, powers_C)
+            done = Smoothing(
+                dict.fromkeys(link.layers, powers_C), {link.giver: -_of_giver(self.model, link, powers_C)}
+            )
+            self._found.add(done)
 
     def _undo(self, name: str) -> None:
         """Give all weights their numbers again."""
@@ -387,7 +389,8 @@ _Spec = tuple[str, Rows | None]
 
 
 def _called(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+    """A name in which the numbers of blocks and experts do not count; those of layers, as in fc1, do."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
 
 
 def _spec(link: Link) -> _Spec:
