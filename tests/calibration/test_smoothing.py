@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from calibration.zoo import HIDDEN, Animal, assert_same, text_batches, traces, zoo
+from calibration.zoo import HIDDEN, SMALL, Animal, assert_same, text_batches, traces, zoo
 from scalewright import IMatrixGatherer, QuantizationModifier, SmoothQuantModifier, oneshot
+from scalewright.calibration import smoothing
 from scalewright.calibration.plan import make_plan
 from scalewright.calibration.smoothing import Smoothing, smooth
 from scalewright.errors import DataError, RecipeError, StrictError
@@ -100,6 +102,26 @@ def test_the_model_says_the_same_bit_for_bit_and_nothing_stays_on_it(kind):
         assert torch.equal(weight, told), name
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3"])
+def test_in_float16_the_same_is_found_and_what_small_numbers_lose_is_little(kind):
+    animal, single = zoo(kind), zoo(kind)
+    for each in (animal.model, single.model):
+        made_uneven(each).half().float()
+    animal.model.half()
+    plan = make_plan(animal.model, [static()], has_data=True)
+    expected = [animal.model(**batch).logits.detach() for batch in animal.batches]
+    before = traces(animal.model)
+    found = smooth(animal.model, plan, SmoothQuantModifier(), animal.batches)
+    assert found.outputs.keys() == smoothed(single).outputs.keys()
+    assert found.notes == []
+    for batch, each in zip(animal.batches, expected, strict=True):
+        got = animal.model(**batch).logits.detach()
+        assert got.dtype == torch.float16
+        assert float((got - each).float().norm()) < 0.01 * float(each.float().norm())
+    assert all(each.dtype == torch.float16 for each in animal.model.parameters())
+    assert traces(animal.model).keys() == before.keys()
+
+
 def test_loud_channels_are_made_quieter():
     animal = zoo("llama")
     made_uneven(animal.model)
@@ -154,9 +176,9 @@ class Stack(nn.Module):
         return x
 
 
-def stack_of(*blocks: nn.Module) -> Animal:
+def stack_of(*blocks: nn.Module, kind: type[Stack] = Stack) -> Animal:
     torch.manual_seed(0)
-    model = Stack(*blocks).eval()
+    model = kind(*blocks).eval()
     return Animal(model, text_batches(), [f"blocks.{i}" for i in range(len(blocks))])
 
 
@@ -222,15 +244,169 @@ def test_where_nothing_can_be_smoothed_it_is_said():
     ]
 
 
-def test_what_passes_by_a_blocks_output_is_noticed_and_everything_put_back():
+class Narrow(nn.Module):
+    """A layer with two input channels, which nothing in front of it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.two = nn.Linear(2, HIDDEN)
+
+    def forward(self, x: Tensor, told: list[Tensor]) -> Tensor:
+        return torch.tanh(self.first(x))[..., :HIDDEN] + self.two(x[..., :2].detach().clone())
+
+
+def test_a_trial_of_few_channels_says_something():
+    assert not smoothed(stack_of(*(Narrow() for _ in range(3)))).inputs
+
+
+def test_a_first_block_of_zeros_does_not_say_what_holds_in_the_others():
+    animal = zoo("llama")
+    first = animal.model.get_submodule(animal.blocks[0])
+    first.self_attn.o_proj.weight.data.zero_()
+    first.mlp.down_proj.weight.data.zero_()
+    found = smoothed(animal)
+    assert {f"{animal.blocks[1]}.{each}" for each in LLAMA} <= found.outputs.keys()
+    assert not {f"{animal.blocks[0]}.{each}" for each in (V, UP)} & found.outputs.keys()
+
+
+class Many(nn.Module):
+    """Sixteen pairs of layers with a ReLU between them, of which one may have a limit, too."""
+
+    def __init__(self, limited: int | None = None) -> None:
+        super().__init__()
+        pairs = ({"first": nn.Linear(HIDDEN, HIDDEN), "second": nn.Linear(HIDDEN, HIDDEN)} for _ in range(16))
+        self.pairs = nn.ModuleList(map(nn.ModuleDict, pairs))
+        self.limited = limited
+
+    def forward(self, x: Tensor, told: list[Tensor]) -> Tensor:
+        for number, pair in enumerate(self.pairs):
+            given = torch.relu(pair["first"](x))
+            x = x + pair["second"](given.clamp(max=0.1) if number == self.limited else given)
+        return x
+
+
+def test_links_that_do_not_hold_are_found_by_halves(monkeypatch):
+    tried: list[int] = []
+    is_same = smoothing._Trial._is_same
+    monkeypatch.setattr(
+        smoothing._Trial, "_is_same", lambda self, links, **how: tried.append(len(links)) or is_same(self, links, **how)
+    )
+    found = smoothed(stack_of(Many(), Many(3)))
+    expected = {f"blocks.{i}.pairs.{j}.first" for i in range(2) for j in range(16)} - {"blocks.1.pairs.3.first"}
+    assert found.outputs.keys() == expected
+    assert len(tried) < 16
+
+
+def weights_of(animal: Animal) -> dict[str, Tensor]:
+    return {name: each.clone() for name, each in animal.model.state_dict().items()}
+
+
+def is_as_before(animal: Animal, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(each, before[name]) for name, each in animal.model.state_dict().items())
+
+
+def test_what_a_block_puts_into_a_list_that_it_is_given_counts_as_what_it_gives():
     animal = stack_of(*(Clamped(1e9, tells=True) for _ in range(3)))
-    made_uneven(animal.model)
-    before = {name: each.clone() for name, each in animal.model.state_dict().items()}
+    before = weights_of(animal)
+    assert not smoothed(animal).inputs and is_as_before(animal, before)
+    mixed = smoothed(stack_of(Clamped(1e9), Clamped(1e9, tells=True), Clamped(1e9)))
+    assert mixed.inputs.keys() == {"blocks.0.second", "blocks.2.second"}
+    assert mixed.notes == []
+
+
+def sharing_keys_and_values() -> Animal:
+    config = transformers.Gemma3nTextConfig(
+        **{**SMALL, "num_hidden_layers": 6, "intermediate_size": 48},
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 6,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    return Animal(model, text_batches(), [f"model.layers.{i}" for i in range(6)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_later_blocks_use_again_are_left_alone_and_others_are_not(dtype):
+    animal = sharing_keys_and_values()
+    animal.model.to(dtype)
+    expected = [animal.model(**batch) for batch in animal.batches]
+    found = smoothed(animal)
+    assert found.notes == []
+    assert found.outputs and not any(each.endswith("v_proj") for each in found.outputs)
+    for batch, each in zip(animal.batches, expected, strict=True):
+        assert_same(animal.model(**batch), each)
+
+
+class Wrapped:
+    """What torch does not know how to look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(Clamped):
+    def forward(self, x: Any, told: list[Tensor]) -> Any:
+        return Wrapped(super().forward(x.value, told))
+
+
+class Unwrapping(Stack):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = Wrapped(self.embed(input_ids))
+        for block in self.blocks:
+            x = block(x, [])
+        return x.value
+
+
+def test_blocks_whose_output_cannot_be_looked_at_are_left_alone():
+    animal = stack_of(Wrapping(1.0), Wrapping(1.0), kind=Unwrapping)
+    before = weights_of(animal)
+    assert not smoothed(animal).inputs and is_as_before(animal, before)
+
+
+class Keeping(Clamped):
+    """A block that keeps what it gave its second layer."""
+
+    def forward(self, x: Tensor, told: list[Tensor]) -> Tensor:
+        for each in told:
+            x = x + each
+        self.kept = torch.relu(self.first(x))
+        return x + self.second(self.kept)
+
+
+class Telling(Stack):
+    """Tells each block, and its caller, what the block before has kept."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x, told = self.embed(input_ids), list[Tensor]()
+        for block in self.blocks:
+            x = block(x, told)
+            told = [block.kept]
+        return x + told[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("count", "note"),
+    [
+        (3, "blocks.1: is given other numbers when what comes before it is smoothed, so nothing is smoothed."),
+        (1, "Telling: says something else when it is smoothed, so nothing is smoothed."),
+    ],
+)
+def test_what_passes_by_a_blocks_output_is_noticed_and_everything_put_back(count, note, dtype):
+    animal = stack_of(*(Keeping(1e9) for _ in range(count)), kind=Telling)
+    made_uneven(animal.model).to(dtype)
+    before = weights_of(animal)
     found = smoothed(animal)
     assert not found.inputs and not found.outputs
-    (note,) = found.notes
-    assert note == ("blocks.1: is given other numbers when what comes before it is smoothed, so nothing is smoothed.")
-    assert all(torch.equal(each, before[name]) for name, each in animal.model.state_dict().items())
+    assert found.notes == [note]
+    assert is_as_before(animal, before)
 
 
 def test_weights_that_are_shared_are_left_alone():

@@ -7,9 +7,11 @@ code runs as it is: nothing is traced or replaced, and values that pass a module
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 Place = tuple[int, ...]
 """Where a module comes among those that passes wait for: its number, and that of a module within it."""
@@ -217,7 +219,33 @@ def copied(arguments: Any) -> Any:
             copies[id(value)] = value.clone()
         return copies[id(value)]
 
-    return tree_map_only(Tensor, copy, arguments)
+    return with_tensors(arguments, copy)
+
+
+def with_tensors(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same values with other tensors, in whatever torch looks into, and in the `UserDict`s of models that share
+    keys and values between blocks.
+    """
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, UserDict):
+            leaf = shallow_copy(leaf)
+            leaf.data = with_tensors(leaf.data, change)
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(changed, values)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors that `with_tensors` would change."""
+    found: list[Tensor] = []
+
+    def note(each: Tensor) -> Tensor:
+        found.append(each)
+        return each
+
+    with_tensors(values, note)
+    return found
 
 
 @dataclass(frozen=True)

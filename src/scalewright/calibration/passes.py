@@ -29,11 +29,9 @@ class Route:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        find: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = find()
+        head = last_head(model, [unit.module for unit in units])
         is_needed = any(unit.module is head and not unit.is_seen_by_its_input for unit in units)
-        is_last = isinstance(head, nn.Module) and not _is_behind(model, head, [unit.module for unit in units])
-        self._head = head if is_last and not is_needed else None
+        self._head = None if is_needed else head
         self._units = units
         self._now: list[tuple[int, str]] = []
         self._first: list[tuple[int, str]] | None = None
@@ -66,6 +64,13 @@ class Route:
                 raise Enough
 
         return pass_by
+
+
+def last_head(model: nn.Module, modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The output head of a model, unless some of its modules stand behind it."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    return head if isinstance(head, nn.Module) and not _is_behind(model, head, modules) else None
 
 
 def _is_behind(model: nn.Module, module: nn.Module, others: Sequence[nn.Module]) -> bool:

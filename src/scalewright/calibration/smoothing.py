@@ -4,7 +4,10 @@ What gives a layer its input, channel by channel, is found by trying: the norm w
 between whose output and this input all is linear (values and what attends to them, the factor of a gated MLP). In one
 rehearsal of a block the channels are scaled by powers of two drawn at random, there and back; only what leaves the
 block's output bit for bit as it was is believed. And one batch is brought through the model twice, as it was and
-smoothed, to see that they meet each block with the same numbers.
+smoothed, to see that they meet each block, and the output head, with the same numbers.
+
+float16 has so few exponents that small numbers lose digits when they are halved. Blocks of it are rehearsed in float32,
+and the two passes need not agree in all digits.
 
 A module whose weight is shared, that is called more than once, or is quantised already is left alone. So is a norm
 whose output goes anywhere but into linear layers.
@@ -15,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -23,11 +26,10 @@ from typing import Any
 import torch
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from scalewright.calibration.distributed import Ranks
-from scalewright.calibration.lockstep import LockStep
-from scalewright.calibration.passes import evaluating, without_cache
+from scalewright.calibration.lockstep import Enough, LockStep, tensors_in, with_tensors
+from scalewright.calibration.passes import ending_at, evaluating, last_head, without_cache
 from scalewright.calibration.pipelines import Batch, Calibration, OnStep, silent
 from scalewright.calibration.plan import Plan
 from scalewright.calibration.steps import Unit, units_of
@@ -41,7 +43,9 @@ from scalewright.modifiers.shown import See, Shown
 from scalewright.numerics.smoothing import Rows, by_rows, exponents, rows_that_fit, times_two_to
 
 _TRIED = 4  # layers in front of another that are tried, the nearest first
+_HEAD_SIZES = ("v_head_dim", "head_dim", "head_size")  # attributes by which modules say how large heads are
 _TRIAL = 4  # powers of two that trials go up and down
+_SLACK = 2.0**-5  # by which float16 may differ when a batch goes by twice, of its norm: others do not at all
 
 Words = list[list[Any]]
 """Links as plain data, for other ranks."""
@@ -177,7 +181,14 @@ class _Smoother(Calibration):
         """Even out the channels of all blocks."""
         self._found = Smoothing()
         self._known: dict[_Kind, _Spec | None] = {}
-        self._owners = Counter(id(each) for module in self.model.modules() for each in module._parameters.values())
+        self._slack = _SLACK if any(map(_is_half, self.model.parameters())) else 0.0
+        self._log: list[tuple[_Change, _Lost]] = []
+        owners = Counter(id(each) for module in self.model.modules() for each in module._parameters.values())
+        self._unshared = {
+            module
+            for module in self.model.modules()
+            if all(owners[id(each)] == 1 for each in module._parameters.values() if each is not None)
+        }
         units = [unit for unit in units_of(self.model, self.layers, self.blocks) if unit.name in self.blocks]
         with torch.no_grad(), evaluating(self.model), without_cache(self.model), self._masks.following():
             if units:
@@ -196,31 +207,61 @@ class _Smoother(Calibration):
         modules = {unit.name: unit.module for unit in left.values()}
         forward = partial(self._twice, count)
         passes = self._lockstep(modules, forward, count + 1 if count else 0)
-        with passes.running():
+        with passes.running(), self._ending(list(modules.values()), (0, twin)) as ends:
             for name, batches in passes.steps():
                 unit = left.pop(name, None)
                 self._give_up()
                 if self.weights is not None:
                     self.weights.fetch(modules[name])
                 own = [each for each in batches if each != twin]
-                is_same = twin not in batches or _are_alike(passes.arguments(0), passes.arguments(twin))
-                if not all(self.ranks.gather(is_same and (twin in batches) == (0 in batches))):
-                    self._undo(name)
+                is_same = (twin in batches) == (0 in batches)
+                if is_same and twin in batches:
+                    is_same = _are_alike(passes.arguments(0), passes.arguments(twin), slack=self._slack)
+                if not all(self.ranks.gather(is_same)):
+                    self._undo(f"{name}: is given other numbers when what comes before it is smoothed")
                     break
-                if unit is None or not unit.layers:
-                    if not left:
-                        break
-                    for batch in batches:
-                        passes.go_on(batch)
-                    continue
-                links = self._links_of(unit, passes, own)
-                sees = self._show(unit, links, passes, own, passes_in_all=len(modules), is_last=not left)
-                self._apply(links, sees)
+                if unit is not None and unit.layers:
+                    links = self._links_of(unit, passes, own)
+                    sees = self._show(unit, links, passes, own, passes_in_all=len(modules), is_last=not left)
+                    self._apply(links, sees)
+                else:
+                    self._go_on(passes, own if left else own[:1])
+                self._go_on(passes, [each for each in batches if each == twin])
                 if not left:
+                    if not all(self.ranks.gather(_are_alike(ends.get(0), ends.get(twin), slack=self._slack))):
+                        self._undo(f"{type(self.model).__name__}: says something else when it is smoothed")
                     break
-                if twin in batches:
-                    passes.go_on(twin)
         self._give_up()
+
+    def _go_on(self, passes: LockStep, batches: Iterable[int]) -> None:
+        """Let some passes run what they wait for, and then on to the next block, or the output head."""
+        for batch in batches:
+            with suppress(Enough):
+                passes.go_on(batch)
+
+    @contextmanager
+    def _ending(self, modules: Sequence[nn.Module], batches: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """While inside, passes end at the output head, which is behind the modules. By their numbers, what some of them
+        give it, or whoever called the model if there is none.
+        """
+        ends: dict[int, Any] = {}
+
+        def keep(_: nn.Module, *values: Any) -> None:
+            if self._running in batches:
+                ends[self._running] = values[-1]
+
+        head = last_head(self.model, modules)
+        find = self.model.register_forward_hook if head is None else head.register_forward_pre_hook
+        hook = find(keep)
+        try:
+            with ending_at(head):
+                yield ends
+        finally:
+            hook.remove()
+
+    def _enter(self, number: int) -> None:
+        super()._enter(number)
+        self._running = number
 
     def _twice(self, count: int, number: int) -> None:
         """The first batch is run again, last."""
@@ -253,7 +294,10 @@ class _Smoother(Calibration):
         with tapped(taps, self._masks):
             for batch in batches:
                 with self._showing(batch, unit.name, passes=passes_in_all):
-                    (passes.rehearse if is_last else passes.go_on)(batch)
+                    if is_last and batch:
+                        passes.rehearse(batch)
+                    else:  # the first one is run as it is, to its end
+                        self._go_on(passes, [batch])
         if self.ranks.count > 1:
             everyone = self.ranks.gather({name: each.tolist() for name, each in loudest.items()})
             names = {name for each in everyone for name in each}
@@ -291,17 +335,22 @@ class _Smoother(Calibration):
 
     def _tried(self, unit: Unit, rehearse: Callable[[], object]) -> list[Link]:
         """The links of a block that hold. What was found in one block is tried first in the next ones, all at once."""
+        with _in_single(unit.module):
+            return self._tried_in_single(unit, rehearse)
+
+    def _tried_in_single(self, unit: Unit, rehearse: Callable[[], object]) -> list[Link]:
         with _noting(unit.name, unit.module) as noted:
             rehearse()
-        trial = _Trial(self.model, unit.module, rehearse, noted.output)
+        trial = _Trial(self.model, unit.module, rehearse, noted.left)
         kinds = self._offered(unit, noted)
         for kind, offers in kinds.items():
             if kind not in self._known:
                 specs = dict.fromkeys(_spec(link) for links in offers for link in links)
-                held = (spec for spec in specs if trial.holds(_chosen(offers, spec)))
-                self._known[kind] = next(held, None)
-        found = [link for kind, offers in kinds.items() for link in _chosen(offers, self._known[kind])]
-        return found if trial.holds(found) else [link for link in found if trial.holds([link])]
+                held = next((spec for spec in specs if trial.holds(_chosen(offers, spec))), None)
+                if held is None or trial.matters(_chosen(offers, held)):
+                    self._known[kind] = held
+        found = [link for kind, offers in kinds.items() for link in _chosen(offers, self._known.get(kind))]
+        return list(trial.those_that_hold(found))
 
     def _offered(self, unit: Unit, noted: _Noted) -> dict[_Kind, list[list[Link]]]:
         """What may give the layers of a block their inputs, likely ones first: for each set of layers with one input,
@@ -334,13 +383,13 @@ class _Smoother(Calibration):
     def _may_change(self, name: str, noted: _Noted) -> bool:
         """Whether a module's weight is its own, and met once."""
         module = noted.modules[name]
-        own = [each for each in module._parameters.values() if each is not None]
         return (
             noted.calls[name] == 1
             and not is_module_quantized(module)
             and not any(True for _ in module.children())
             and set(module._parameters) <= {"weight", "bias"}
-            and all(self._owners[id(each)] == 1 and each.is_floating_point() for each in own)
+            and module in self._unshared
+            and all(each is None or each.is_floating_point() for each in module._parameters.values())
         )
 
     # ---- what is done ------------------------------------------------------------------------------------------------
@@ -353,32 +402,26 @@ class _Smoother(Calibration):
             heaviest_C = torch.stack([_heaviest(self.model, name) for name in link.layers]).amax(dim=0)
             row_C = None if link.rows is None else link.rows.of(len(loudest_C))
             powers_C = exponents(loudest_C, heaviest_C, strength=self.modifier.strength, row_C=row_C)
-            changed = changed_by(self.model, link, powers_C)
-            if not all(bool(torch.isfinite(each).all()) for _, _, each in changed):  # of few numbers, as fp16 has
+            changes = changes_of(self.model, link, powers_C)
+            if not all(bool(torch.isfinite(each.done()).all()) for each in changes):  # of few exponents, as fp16 has
                 continue
-            for module, key, value in changed:
-                before = getattr(module, key)
-                setattr(module, key, nn.Parameter(value, requires_grad=before.requires_grad))
-                if self.weights is not None:
-                    self.weights.moved(module)
-            done = Smoothing(
-                dict.fromkeys(link.layers, powers_C), {link.giver: -_of_giver(self.model, link, powers_C)}
-            )
+            for change in changes:
+                before = change.now.detach()
+                self._put(change, change.done())
+                self._log.append((change, _Lost.by(change, before)))
+            done = Smoothing(dict.fromkeys(link.layers, powers_C), {link.giver: -_of_giver(self.model, link, powers_C)})
             self._found.add(done)
 
-    def _undo(self, name: str) -> None:
+    def _undo(self, why: str) -> None:
         """Give all weights their numbers again."""
-        for dim, powers in ((1, self._found.inputs), (0, self._found.outputs)):
-            for each, powers_of_two in powers.items():
-                module = self.model.get_submodule(each)
-                for key, value in list(_parameters(module))[: None if dim == 0 else 1]:
-                    restored = times_two_to(value.detach(), -powers_of_two, dim=dim)
-                    setattr(module, key, nn.Parameter(restored, requires_grad=value.requires_grad))
-                if self.weights is not None:
-                    self.weights.moved(module)
-        self._found = Smoothing(
-            notes=[f"{name}: is given other numbers when what comes before it is smoothed, so nothing is smoothed."]
-        )
+        for change, lost in reversed(self._log):
+            self._put(change, lost.found_in(change.undone()))
+        self._found = Smoothing(notes=[f"{why}, so nothing is smoothed."])
+
+    def _put(self, change: _Change, value: Tensor) -> None:
+        setattr(change.module, change.key, nn.Parameter(value, requires_grad=change.now.requires_grad))
+        if self.weights is not None:
+            self.weights.moved(change.module)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -403,16 +446,55 @@ def _chosen(offers: Sequence[Sequence[Link]], spec: _Spec | None) -> list[Link]:
     return [link for link in found if link is not None]
 
 
-def changed_by(model: nn.Module, link: Link, powers_C: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
-    """What the parameters of a link's modules become: module, name of the parameter, its new value."""
+@dataclass(frozen=True)
+class _Change:
+    """What is done to one parameter: its rows (`dim` 0) or columns (1) are multiplied with powers of two."""
+
+    module: nn.Module
+    key: str
+    powers: Tensor
+    dim: int
+
+    @property
+    def now(self) -> nn.Parameter:
+        """The parameter as it is."""
+        parameter = self.module._parameters[self.key]
+        assert parameter is not None
+        return parameter
+
+    def done(self) -> Tensor:
+        """What becomes of it."""
+        return times_two_to(self.now.detach(), self.powers, dim=self.dim)
+
+    def undone(self) -> Tensor:
+        """What it was before, but for what was lost."""
+        return times_two_to(self.now.detach(), -self.powers, dim=self.dim)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """Numbers that became too small to keep their digits: where they are in a tensor, and what they were."""
+
+    places: Tensor
+    values: Tensor
+
+    @classmethod
+    def by(cls, change: _Change, before: Tensor) -> _Lost:
+        """What a change that has been made has cost."""
+        places = (change.undone() != before).flatten().nonzero().flatten()
+        return cls(places.to(torch.int32) if before.numel() < 2**31 else places, before.flatten()[places])
+
+    def found_in(self, tensor: Tensor) -> Tensor:
+        """The tensor with these numbers in their places."""
+        return tensor.flatten().index_copy(0, self.places.long(), self.values).reshape(tensor.shape)
+
+
+def changes_of(model: nn.Module, link: Link, powers_C: Tensor) -> list[_Change]:
+    """What is done to the parameters of a link's modules."""
     giver = model.get_submodule(link.giver)
     powers_R = _of_giver(model, link, powers_C)
-    found = [(giver, key, times_two_to(value.detach(), -powers_R, dim=0)) for key, value in _parameters(giver)]
-    for name in link.layers:
-        module = model.get_submodule(name)
-        assert isinstance(module.weight, Tensor)
-        found.append((module, "weight", times_two_to(module.weight.detach(), powers_C, dim=1)))
-    return found
+    found = [_Change(giver, key, -powers_R, 0) for key in ("weight", "bias") if giver._parameters.get(key) is not None]
+    return found + [_Change(model.get_submodule(name), "weight", powers_C, 1) for name in link.layers]
 
 
 def _of_giver(model: nn.Module, link: Link, powers_C: Tensor) -> Tensor:
@@ -420,11 +502,6 @@ def _of_giver(model: nn.Module, link: Link, powers_C: Tensor) -> Tensor:
     weight = model.get_submodule(link.giver).weight
     assert isinstance(weight, Tensor)
     return by_rows(powers_C, None if link.rows is None else link.rows.of(len(powers_C)), len(weight))
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weight, and the bias if there is one."""
-    yield from ((key, each) for key in ("weight", "bias") if (each := module._parameters.get(key)) is not None)
 
 
 # ---- one rehearsal ---------------------------------------------------------------------------------------------------
@@ -441,8 +518,8 @@ class _Noted:
     made: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     heads: tuple[int, ...] = ()
     """Sizes that modules say their heads have."""
-    output: list[Tensor] = field(default_factory=list)
-    """Of the block."""
+    left: list[Tensor] = field(default_factory=list)
+    """What the block gave back, and what it was given, as it is then."""
 
     def sharing_an_input(self) -> list[list[str]]:
         """Linear layers that are given one tensor, where everybody with parameters who is given it is one."""
@@ -483,9 +560,9 @@ def _noting(block_name: str, block: nn.Module) -> Iterator[_Noted]:
 
     named = [(f"{block_name}.{local}" if local else block_name, module) for local, module in block.named_modules()]
     noted.modules = {name: each for name, each in named if any(one is not None for one in each._parameters.values())}
-    heads = (getattr(module, "head_dim", None) for _, module in named)
+    heads = (getattr(module, attribute, None) for _, module in named for attribute in _HEAD_SIZES)
     noted.heads = tuple(dict.fromkeys(each for each in heads if isinstance(each, int) and each > 0))
-    with ExitStack() as stack, _keeping_output(block, noted.output):
+    with ExitStack() as stack, _keeping(block, noted.left):
         for name, module in noted.modules.items():
             hook = module.register_forward_pre_hook(partial(note_input, name), with_kwargs=True)
             stack.callback(hook.remove)
@@ -494,13 +571,15 @@ def _noting(block_name: str, block: nn.Module) -> Iterator[_Noted]:
 
 
 @contextmanager
-def _keeping_output(block: nn.Module, into: list[Tensor]) -> Iterator[None]:
-    """While inside, the tensors that the block gave last are in the list."""
+def _keeping(block: nn.Module, into: list[Tensor]) -> Iterator[None]:
+    """While inside, the tensors that the block gave last are in the list, and those that it was given: what it has
+    written into them, or put into a list or a dictionary, is for the next ones, too.
+    """
 
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        into[:] = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    def keep(_: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+        into[:] = tensors_in((output, args, keywords))
 
-    hook = block.register_forward_hook(keep)
+    hook = block.register_forward_hook(keep, with_kwargs=True)
     try:
         yield
     finally:
@@ -509,43 +588,107 @@ def _keeping_output(block: nn.Module, into: list[Tensor]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Whether a block says what it is `expected` to when channels are scaled there and back."""
+    """Whether a block leaves what is `expected` when channels are scaled there and back."""
 
     model: nn.Module
     block: nn.Module
     rehearse: Callable[[], object]
     expected: Sequence[Tensor]
 
+    def those_that_hold(self, links: Sequence[Link]) -> Sequence[Link]:
+        """Those of some links for which it does, tried together, and in halves if they do not all hold."""
+        if self.holds(links):
+            return links
+        half = len(links) // 2
+        return [*self.those_that_hold(links[:half]), *self.those_that_hold(links[half:])] if half else []
+
     def holds(self, links: Sequence[Link]) -> bool:
         """Whether it does for some links at once."""
-        if not links:
-            return True
+        return not links or self._is_same(links)
+
+    def matters(self, links: Sequence[Link]) -> bool:
+        """Whether it says something else if only those are changed that give channels. Else a trial means nothing: a
+        layer of zeros takes anything.
+        """
+        return not self._is_same(links, is_half=True)
+
+    def _is_same(self, links: Sequence[Link], *, is_half: bool = False) -> bool:
         random = torch.Generator().manual_seed(0)
-        changed: list[tuple[nn.Module, str, nn.Parameter]] = []
-        output: list[Tensor] = []
+        before: list[tuple[_Change, nn.Parameter]] = []
+        left: list[Tensor] = []
         try:
             for link in links:
                 powers_C = self._powers(link, random)
-                for module, key, value in changed_by(self.model, link, powers_C):
-                    changed.append((module, key, getattr(module, key)))
-                    module._parameters[key] = nn.Parameter(value, requires_grad=False)
-            with _keeping_output(self.block, output):
+                for change in changes_of(self.model, link, powers_C):
+                    if is_half and change.dim == 1:
+                        continue
+                    before.append((change, change.now))
+                    change.module._parameters[change.key] = nn.Parameter(change.done(), requires_grad=False)
+            with _keeping(self.block, left):
                 self.rehearse()
         finally:
-            for module, key, before in reversed(changed):
-                module._parameters[key] = before
-        return _are_alike(output, self.expected)
+            for change, parameter in reversed(before):
+                change.module._parameters[change.key] = parameter
+        return bool(left) and _are_alike(left, self.expected)
 
     def _powers(self, link: Link, random: torch.Generator) -> Tensor:
         columns = int(getattr(self.model.get_submodule(link.layers[0]), "in_features"))  # noqa: B009
         row_C = torch.arange(columns) if link.rows is None else link.rows.of(columns)
-        return torch.randint(-_TRIAL, _TRIAL + 1, (int(row_C.max()) + 1,), generator=random)[row_C]
+        rows, place_C = torch.unique(row_C, return_inverse=True)
+        powers = torch.randint(1, _TRIAL + 1, (len(rows),), generator=random)
+        powers *= 1 - 2 * torch.randint(2, (len(rows),), generator=random)
+        powers[:2] = powers[:2].abs() * torch.tensor([1, -1])[: len(rows)]  # few channels, too, must differ
+        return powers[place_C]
 
 
-def _are_alike(some: Any, others: Any) -> bool:
-    """Whether all tensors of two values are the same, bit for bit."""
-    tensors, theirs = ([each for each in tree_leaves(value) if isinstance(each, Tensor)] for value in (some, others))
-    return len(tensors) == len(theirs) and all(map(torch.equal, tensors, theirs))
+@contextmanager
+def _in_single(block: nn.Module) -> Iterator[None]:
+    """While inside, what a block has and is given in float16 is float32, which has exponents enough."""
+    stores: list[dict[str, Any]] = [
+        store for module in block.modules() for store in (module._parameters, module._buffers)
+    ]
+    kept = [(store, key, each) for store in stores for key, each in store.items() if each is not None if _is_half(each)]
+
+    def widen(_: nn.Module, args: Any, keywords: Any) -> Any:
+        return with_tensors((args, keywords), lambda each: each.float() if _is_half(each) else each)
+
+    hook = block.register_forward_pre_hook(widen, with_kwargs=True)
+    try:
+        for store, key, each in kept:
+            wide = each.detach().float()
+            store[key] = nn.Parameter(wide, requires_grad=False) if isinstance(each, nn.Parameter) else wide
+        yield
+    finally:
+        hook.remove()
+        for store, key, each in kept:
+            store[key] = each
+
+
+def _is_half(value: Tensor) -> bool:
+    return value.dtype == torch.float16
+
+
+def _are_alike(some: Any, others: Any, *, slack: float = 0.0) -> bool:
+    """Whether all tensors of two values are the same, bit for bit, or but for some part of their norm."""
+    tensors, theirs = tensors_in(some), tensors_in(others)
+    return len(tensors) == len(theirs) and all(
+        _are_same(one, other, slack) for one, other in zip(tensors, theirs, strict=True)
+    )
+
+
+def _are_same(one: Tensor, other: Tensor, slack: float) -> bool:
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return False
+    both = one.isnan()
+    if not torch.equal(both, other.isnan()):
+        return False
+    one, other = (each.masked_fill(both, 0) for each in (one, other))
+    if not slack:
+        return torch.equal(one, other)
+    one, other = one.double(), other.double()
+    return bool((one - other).norm() <= slack * one.norm())
 
 
 def _heaviest(model: nn.Module, name: str) -> Tensor:

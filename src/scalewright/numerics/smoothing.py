@@ -17,6 +17,7 @@ from torch import Tensor
 
 LIMIT = 12
 """No factor is larger than 2 to the power of this, or smaller than its inverse."""
+_PARTS = 8  # of a weight, as long as what they give channels to
 _QUIET = 1e-6  # of the loudest channel: what is quieter counts as this
 
 
@@ -46,11 +47,18 @@ class Rows:
 
 def rows_that_fit(num_rows: int, columns: int, heads: tuple[int, ...] = ()) -> list[Rows]:
     """In which ways a weight with so many rows may give a layer its channels; `heads` are sizes that heads may have."""
-    found = [Rows.same(columns, start) for start in range(num_rows - columns, -1, -columns) if num_rows % columns == 0]
+    parts, rest = divmod(num_rows, columns)
+    found = [Rows.same(columns, part * columns) for part in reversed(range(parts)) if not rest and parts <= _PARTS]
     for head in heads:
-        if columns % head or num_rows % head or num_rows == columns:
+        if columns % head or num_rows == columns:
             continue
-        queries, all_heads = columns // head, num_rows // head
+        queries = columns // head
+        stride = num_rows // queries
+        if num_rows % queries == 0 and stride > head:  # each head's values are the last of its rows
+            found.append(Rows(stride - head, head, 1, stride))
+        if num_rows % head:
+            continue
+        all_heads = num_rows // head
         if all_heads < queries and queries % all_heads == 0:
             found.append(Rows(0, head, queries // all_heads, head))
         values, rest = divmod(all_heads - queries, 2)  # queries, keys and values in one weight

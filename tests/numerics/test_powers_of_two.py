@@ -92,6 +92,16 @@ def test_values_are_found_wherever_they_lie(kind, heads, values):
     assert len(offered) == len({tuple(each) for each in offered}) or kind != "values"
 
 
+def test_values_behind_keys_that_are_longer_are_found():
+    expected_C = torch.arange(4 * 20).view(4, 20)[:, 12:].reshape(-1)  # of each head, keys of 12 and values of 8
+    assert expected_C.tolist() in [each.of(32).tolist() for each in rows_that_fit(4 * 20, 32, (8,))]
+
+
+def test_few_channels_have_few_places_in_a_large_weight():
+    assert len(rows_that_fit(8 * 4, 4)) == 8
+    assert rows_that_fit(1024, 4) == []
+
+
 def test_weights_of_other_shapes_give_no_channels():
     assert rows_that_fit(32, 32) == [Rows.same(32)]
     assert rows_that_fit(96, 48, (8,))[:2] == [Rows.same(48, 48), Rows.same(48, 0)]  # two in one, the second first
