@@ -15,6 +15,7 @@ from scalewright import IMatrixGatherer, QuantizationModifier, SmoothQuantModifi
 from scalewright.calibration import smoothing
 from scalewright.calibration.plan import make_plan
 from scalewright.calibration.smoothing import Smoothing, smooth
+from scalewright.cli.progress import _UNITS
 from scalewright.errors import DataError, RecipeError, StrictError
 from scalewright.importance import gather_importance, save_importance
 from scalewright.modifiers import GPTQModifier, Modifier
@@ -549,7 +550,12 @@ def test_scales_for_each_token_gain_by_it_too(scheme):
 
 
 def test_progress_is_that_of_smoothing():
-    animal, said = zoo("llama"), set()
-    recipe = [SmoothQuantModifier(), static()]
-    oneshot(animal.model, recipe=recipe, dataset=animal.batches, on_step=lambda phase, *_: said.add(phase))
-    assert {"smoothing", "calibrating", "quantising"} <= said
+    animal, said = zoo("llama"), dict[str, list[tuple[int, int]]]()
+
+    def on_step(phase: str, what: str, done: int, total: int) -> None:
+        said.setdefault(phase, []).append((done, total))
+
+    oneshot(animal.model, recipe=[SmoothQuantModifier(), static()], dataset=animal.batches, on_step=on_step)
+    assert {"smoothing", "calibrating", "quantising"} <= said.keys()
+    assert said["smoothing"] == sorted(said["smoothing"]) and said["smoothing"][-1][0] == said["smoothing"][-1][1] > 0
+    assert _UNITS["smoothing"] == "tokens"  # so that a terminal shows the time left

@@ -13,6 +13,7 @@ from typing_extensions import override
 from scalewright.cli.shown import err_console
 
 _UNITS = {
+    "smoothing": "tokens",
     "gathering": "tokens",
     "observing": "tokens",
     "calibrating": "tokens",
