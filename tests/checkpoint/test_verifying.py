@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,6 +52,9 @@ from typer.testing import CliRunner
 
 from scalewright.checkpoint.folder import DTYPES
 from scalewright.checkpoint.formats import stored_tensors
+from scalewright.checkpoint.shards import tensors_in
+from scalewright.checkpoint.smoothed import Powers
+from scalewright.checkpoint.values import is_same
 from scalewright.checkpoint.verifying import Problem, asks_for_signed_scales, examine, verify_checkpoint
 from scalewright.cli import app
 from scalewright.errors import ModelError, OutputError
@@ -1555,6 +1559,7 @@ SAID = "scalewright.json: its smoothing"
 SMOOTHED_NORM, SMOOTHED_LAYER = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj"
 NOT_WHAT_IT_WAS = f"{SMOOTHED_NORM}: is not quantised, and yet it is not what the original has."
 ZEROS = base64.b64encode(zlib.compress(bytes(64))).decode()
+BOMB = base64.b64encode(zlib.compress(bytes(1 << 24), 9)).decode()
 OUTSIDE = base64.b64encode(zlib.compress(bytes([100] * 64))).decode()
 
 
@@ -1594,6 +1599,10 @@ def test_a_smoothed_checkpoint_is_held_against_what_the_original_became(smoothed
             "model.layers.0.mlp.down_proj.weight: by scalewright.json 64 columns of it are smoothed, and its shape is "
             "[64, 96].",
         ),
+        (
+            lambda told: told["smoothing"][SMOOTHED_NORM].update(rows=BOMB),
+            f"{SMOOTHED_NORM}: by scalewright.json 65 rows of it are smoothed, and its shape is [64].",
+        ),
         (lambda told: told.update(smoothing=[1]), f"{SAID} is no object."),
         (lambda told: told.update(smoothing={"a": 3}), f"{SAID} has 3, and not rows and columns."),
         (lambda told: told.update(smoothing={"a": {"rows": 3}}), f"{SAID} has 3, and not a text."),
@@ -1606,3 +1615,26 @@ def test_a_record_that_tells_another_smoothing_is_found_out(smoothed, change, wo
     record(change)(broken)
     assert any(str(each).startswith(words) for each in verify_checkpoint(broken, against=model))
     assert verify_checkpoint(broken) == []  # nobody needs it who does not compare
+
+
+def test_short_texts_that_would_be_gigabytes_are_not_kept(smoothed, tmp_path):
+    model, good = smoothed
+    broken = Path(shutil.copytree(good, tmp_path / "out"))
+    record(lambda told: told["smoothing"].update({f"none.{number}": {"rows": BOMB} for number in range(64)}))(broken)
+    tracemalloc.start()
+    try:
+        assert verify_checkpoint(broken, against=model) == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_powers_for_what_nobody_smooths_do_not_fit(tmp_path):
+    powers = Powers(rows=torch.ones(4, dtype=torch.int8))
+    assert powers.misfit((4, 3)) is None
+    assert powers.misfit((4, 3, 4)) == "4 rows of it are smoothed, and its shape is [4, 3, 4]"
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        save_file({"a": torch.ones(4, 3).to(dtype), "b": torch.ones(4, 3).to(dtype)}, tmp_path / "some.safetensors")
+        tensors = tensors_in(tmp_path / "some.safetensors")
+        assert is_same(tensors["a"], tensors["b"])
+        assert not is_same(tensors["a"], tensors["b"], powers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from scalewright.calibration.loaders import renamed_in_checkpoints
 from scalewright.calibration.smoothing import Smoothing
 from scalewright.numerics.smoothing import LIMIT, times_two_to
 
-_MOST = 1 << 24  # rows or columns that a weight may have
 _PARTS = ("rows", "columns")
 
 
@@ -33,7 +32,8 @@ class Powers:
 
     def misfit(self, shape: tuple[int, ...]) -> str | None:
         """What does not fit about them, if anything does not."""
-        for part, powers, size in zip(_PARTS, (self.rows, self.columns), (shape[:1], shape[1:2]), strict=True):
+        sizes = (shape[:1], shape[1:2]) if len(shape) <= 2 else ((), ())
+        for part, powers, size in zip(_PARTS, (self.rows, self.columns), sizes, strict=True):
             if powers is not None and (len(powers),) != size:
                 return f"{len(powers)} {part} of it are smoothed, and its shape is {list(shape)}"
         return None
@@ -65,33 +65,42 @@ def record_of(smoothing: Smoothing, model: nn.Module, quantised: Iterable[str]) 
     }
 
 
-def read_powers(told: Any) -> dict[str, Powers]:
-    """The same from a record; a ValueError if it makes no sense."""
+def read_powers(told: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Powers]:
+    """The same from a record, for tensors with these shapes; a ValueError if it makes no sense.
+
+    A short text may unpack to a thousand times its length. So nothing is kept that no tensor has room for.
+    """
     if not isinstance(told, Mapping):
         raise ValueError("is no object")
-    return {str(name): Powers(*(_from(each, part) for part in _PARTS)) for name, each in told.items()}
+    found = {}
+    for name, each in told.items():
+        powers = Powers(*(_from(each, part, max(shapes.get(name, ()), default=0)) for part in _PARTS))
+        if name in shapes:
+            found[name] = powers
+    return found
 
 
-def _from(each: Any, part: str) -> Tensor | None:
+def _from(each: Any, part: str, most: int) -> Tensor | None:
     if not isinstance(each, Mapping) or not each.keys() <= set(_PARTS):
         raise ValueError(f"has {each!r:.60}, and not rows and columns")
     text = each.get(part)
-    return None if text is None else _from_text(text)
+    return None if text is None else _from_text(text, most)
 
 
 def _as_text(powers: Tensor) -> str:
     return base64.b64encode(zlib.compress(powers.to(torch.int8).numpy().tobytes(), 9)).decode()
 
 
-def _from_text(text: Any) -> Tensor:
+def _from_text(text: Any, most: int) -> Tensor:
+    """The first powers of a text, so many and one more if there are."""
     if not isinstance(text, str):
         raise ValueError(f"has {text!r:.60}, and not a text")
     unpacking = zlib.decompressobj()
     try:
-        unpacked = unpacking.decompress(base64.b64decode(text, validate=True), _MOST)
+        unpacked = unpacking.decompress(base64.b64decode(text, validate=True), most + 1)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"cannot be unpacked ({error})") from None
-    if not unpacking.eof:
+    if not unpacking.eof and len(unpacked) <= most:
         raise ValueError("cannot be unpacked (it has no end)")
     powers = torch.frombuffer(bytearray(unpacked), dtype=torch.int8) if unpacked else torch.empty(0, dtype=torch.int8)
     if bool((powers.abs() > 4 * LIMIT).any()) or bool((powers == -128).any()):

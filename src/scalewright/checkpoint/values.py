@@ -269,6 +269,8 @@ def _rows_of(layer: Layer, stored: Mapping[str, Tensor], rows: slice) -> dict[st
 def is_same(one: TensorAt, other: TensorAt, powers: Powers | None = None) -> bool:
     """Whether a tensor is what the other becomes in its dtype, multiplied with `powers` of two."""
     if powers is not None:
+        if not DTYPES[one.dtype].is_floating_point or DTYPES[one.dtype].itemsize < 2:  # nothing that is smoothed
+            return False
         mine = read_tensor(one)
         theirs = powers.of(read_tensor(other).to(mine.dtype))
         return torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))

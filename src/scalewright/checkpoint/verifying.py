@@ -424,7 +424,7 @@ def _beside(
     """Weights that are farther from the original than the record claims; other tensors that are not the original's."""
     told = {problem.where for problem in folder.problems}
     try:
-        smoothed = {} if record.smoothing is None else read_powers(record.smoothing)
+        smoothed = {} if record.smoothing is None else read_powers(record.smoothing, _shapes(folder, structure))
     except ValueError as error:
         yield Problem(RECORD, f"its smoothing {error}.")
         return
@@ -451,6 +451,12 @@ def _beside(
             yield misfit
         elif theirs.shape != mine.shape or not is_same(mine, theirs, smoothed.get(name)):
             yield Problem(name, "is not quantised, and yet it is not what the original has.")
+
+
+def _shapes(folder: Folder, structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Those of all tensors that the original may have, by its names."""
+    shapes = {f"{layer.name}.weight": layer.shape for layer in structure.layers if layer.shape}
+    return {name: tuple(each.shape) for name, each in folder.tensors.items()} | shapes
 
 
 def _misfit(smoothed: Mapping[str, Powers], name: str, original: TensorAt) -> Problem | None:
