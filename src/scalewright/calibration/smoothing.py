@@ -402,12 +402,12 @@ class _Smoother(Calibration):
             heaviest_C = torch.stack([_heaviest(self.model, name) for name in link.layers]).amax(dim=0)
             row_C = None if link.rows is None else link.rows.of(len(loudest_C))
             powers_C = exponents(loudest_C, heaviest_C, strength=self.modifier.strength, row_C=row_C)
-            changes = changes_of(self.model, link, powers_C)
-            if not all(bool(torch.isfinite(each.done()).all()) for each in changes):  # of few exponents, as fp16 has
+            changes = [(change, change.done()) for change in changes_of(self.model, link, powers_C)]
+            if not all(bool(value.abs().amax().isfinite()) for _, value in changes):  # of few exponents, as fp16 has
                 continue
-            for change in changes:
+            for change, value in changes:
                 before = change.now.detach()
-                self._put(change, change.done())
+                self._put(change, value)
                 self._log.append((change, _Lost.by(change, before)))
             done = Smoothing(dict.fromkeys(link.layers, powers_C), {link.giver: -_of_giver(self.model, link, powers_C)})
             self._found.add(done)
