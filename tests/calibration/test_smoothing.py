@@ -241,7 +241,8 @@ def test_a_layer_that_gives_two_others_their_channels_is_told_of_with_both():
 def test_where_nothing_can_be_smoothed_it_is_said():
     assert smoothed(stack_of(Clamped(1.0), Clamped(1.0))).notes == [
         "SmoothQuantModifier: nothing could be smoothed. No norm or layer was found whose channels go into layers "
-        "with integer inputs and nowhere else."
+        "with integer inputs and nowhere else. Leave it out (quality fast does), or use scales for each token "
+        "(W8A8_DYNAMIC)."
     ]
 
 
@@ -460,6 +461,19 @@ def test_layers_beside_those_that_are_meant_take_their_share_of_what_a_norm_lose
     assert found.inputs.keys() == {f"{block}.{each}" for block in animal.blocks for each in (Q, K, V)}
     for batch, each in zip(animal.batches, expected, strict=True):
         assert_same(animal.model(**batch), each)
+
+
+def test_layers_of_few_bits_do_not_pay_for_what_their_neighbours_gain():
+    for bits, is_left_alone in ((4, True), (8, False)):
+        animal = zoo("llama")
+        weights = {"num_bits": bits, "strategy": "channel"}
+        others = QuantizationModifier(targets=["re:.*[kv]_proj"], weights=weights)
+        plan = make_plan(
+            animal.model, [static(targets=["re:.*(q|o|gate|up|down)_proj"], ignore=[]), others], has_data=True
+        )
+        found = smooth(animal.model, plan, SmoothQuantModifier(), animal.batches)
+        assert ("model.layers.0.input_layernorm" not in found.outputs) is is_left_alone
+        assert "model.layers.0.post_attention_layernorm" in found.outputs
 
 
 def test_importance_that_was_gathered_from_the_model_as_it_was_is_that_of_the_smoothed_one(tmp_path):

@@ -42,6 +42,7 @@ from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.shown import See, Shown
 from scalewright.numerics.smoothing import Rows, by_rows, exponents, rows_that_fit, times_two_to
 
+_MANY_BITS = 8  # of weights whose columns may become uneven
 _TRIED = 4  # layers in front of another that are tried, the nearest first
 _HEAD_SIZES = ("v_head_dim", "head_dim", "head_size")  # attributes by which modules say how large heads are
 _TRIAL = 4  # powers of two that trials go up and down
@@ -171,11 +172,18 @@ def smooth(
     blocks = plan.blocks
     work = _Smoother(model, layers, batches, list(blocks), showing, None, ranks or Ranks(), **streaming)
     work.modifier = modifier
+    work.delicate = {
+        layer.name
+        for layer in plan.layers
+        if layer not in layers and layer.scheme.weights is not None and layer.scheme.weights.num_bits < _MANY_BITS
+    }
     return work.smooth()
 
 
 class _Smoother(Calibration):
     modifier: SmoothQuantModifier
+    delicate: set[str]
+    """Layers of few bits that gain nothing: beside them nothing is smoothed, because they would pay for it."""
 
     def smooth(self) -> Smoothing:
         """Even out the channels of all blocks."""
@@ -196,7 +204,8 @@ class _Smoother(Calibration):
         if not self._found.inputs and not self._found.notes:
             self._found.notes.append(
                 "SmoothQuantModifier: nothing could be smoothed. No norm or layer was found whose channels go into "
-                "layers with integer inputs and nowhere else."
+                "layers with integer inputs and nowhere else. Leave it out (quality fast does), or use scales for each "
+                "token (W8A8_DYNAMIC)."
             )
         return self._found
 
@@ -359,7 +368,8 @@ class _Smoother(Calibration):
         wanted = {layer.name for layer in unit.layers}
         offered: dict[_Kind, list[list[Link]]] = {}
         for names in noted.sharing_an_input():
-            is_theirs = any(name in wanted for name in names) and all(self._may_change(name, noted) for name in names)
+            is_theirs = any(name in wanted for name in names) and self.delicate.isdisjoint(names)
+            is_theirs = is_theirs and all(self._may_change(name, noted) for name in names)
             if is_theirs:
                 offered.setdefault(tuple(map(_called, names)), []).append(self._links(names, wanted, noted))
         return offered
