@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 Place = tuple[int, ...]
 """Where a module comes among those that passes wait for: its number, and that of a module within it."""
 _Order = Literal["go on", "rehearse"]
-_modes: Any = torch.overrides  # which has no types
+_overrides: Any = torch.overrides  # which has no types
 
 
 class Enough(BaseException):
@@ -54,7 +54,7 @@ class LockStep:
     ) -> None:
         """`forward(i)` runs the model on batch i of `count`; `entering(i)` is called whenever its pass goes on.
 
-        What torch keeps by thread is for passes as it is inside of `within`, and as it is now for all else.
+        Passes, and nothing else, are run in the modes of torch that are entered by `within`.
         When a pass begins to wait, `leaving` is given what the module that it waits for will be called with. `agree` is
         given the place of the first module that a batch waits for, None if none does, and says which comes next: others
         may have batches of their own. Then no batch of ours may wait there.
@@ -76,6 +76,7 @@ class LockStep:
         self._stayed: set[int] = set()
         self._rehearsing: set[int] = set()
         self._states: dict[int, _ThreadState] = {}
+        self._modes: dict[int, list[TorchFunctionMode]] = {}
         self.outputs: dict[int, Any] = {}
         """What `forward` gave back for each batch whose pass has ended."""
 
@@ -99,10 +100,12 @@ class LockStep:
 
         Where batches wait in front of different modules, the first of them comes first.
         """
+        num_outside = len(_modes_entered())
         with self._within():
-            begun = _ThreadState.now()
+            modes = _modes_entered()[num_outside:]
         for batch in range(self._count):
-            self._start(batch, begun)
+            self._modes[batch] = modes
+            self._start(batch)
         while True:
             place = self._agree(min((self._places[each] for each in self._waiting.values()), default=None))
             if place is None:
@@ -150,24 +153,36 @@ class LockStep:
         self._hooks.callback(attributes.pop if before is None else attributes.__setitem__, "_call_impl", before)
         attributes["_call_impl"] = wait_and_call
 
-    def _start(self, batch: int, state: _ThreadState) -> None:
+    def _start(self, batch: int) -> None:
         def run(_: _Order) -> None:
             self.outputs[batch] = self._forward(batch)
 
         self._passes[batch] = each = greenlet(run)
         each.gr_context = self._outside.copy()
         self._batches[each] = batch
-        self._states[batch] = state
         self._switch(batch, "go on")
 
     def _switch(self, batch: int, order: _Order) -> None:
         """Switch to a pass until it waits or ends. What torch keeps by thread, each pass keeps for itself."""
-        with self._states[batch].in_force():
+        with self._states.get(batch, _ThreadState.now()).in_force(), self._in_its_modes(batch):
             self._entering(batch)
             try:
                 self._passes[batch].switch(order)
             finally:
                 self._states[batch] = _ThreadState.now()
+
+    @contextmanager
+    def _in_its_modes(self, batch: int) -> Iterator[None]:
+        """While inside, the modes that a pass is in are entered, too. Who leaves one takes off the last, his or not."""
+        num_outside = len(_modes_entered())
+        for mode in self._modes[batch]:
+            _overrides._push_mode(mode)
+        try:
+            yield
+        finally:
+            self._modes[batch] = _modes_entered()[num_outside:]
+            for _ in self._modes[batch]:
+                _overrides._pop_mode()
 
     def _pausing(self, name: str) -> Callable[..., None]:
         def pause(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -196,12 +211,18 @@ class LockStep:
         self._waiting.clear()
         self._arguments.clear()
         self._states.clear()
+        self._modes.clear()
 
     def _end(self, batch: int) -> None:
         each = self._passes[batch]
         if each and not each.dead:
-            with self._states.get(batch, _ThreadState.now()).in_force():
+            with self._states.get(batch, _ThreadState.now()).in_force(), self._in_its_modes(batch):
                 each.throw(GreenletExit)
+
+
+def _modes_entered() -> list[TorchFunctionMode]:
+    modes: list[TorchFunctionMode] = _overrides._get_current_function_mode_stack()
+    return modes
 
 
 def _rehearse(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -250,24 +271,18 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _ThreadState:
-    """What torch keeps by thread, and passes may change between two blocks.
-
-    Grad mode, inference mode, autocast, and what stands in for functions: who leaves such a mode takes off the last one
-    that somebody has entered, which need not be his own.
-    """
+    """What torch keeps by thread, and passes may change between two blocks: grad mode, inference mode, autocast."""
 
     is_inference: bool
     is_grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    functions: tuple[TorchFunctionMode, ...]
 
     @classmethod
     def now(cls) -> _ThreadState:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         devices = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         autocast = tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices)
-        functions = tuple(_modes._get_current_function_mode_stack())
-        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, functions)
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -277,18 +292,9 @@ class _ThreadState:
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.callback(torch.set_grad_enabled, before.is_grad)
             stack.callback(_set_autocast, before.autocast)
-            stack.callback(_set_functions, before.functions)
             torch.set_grad_enabled(self.is_grad)
             _set_autocast(self.autocast)
-            _set_functions(self.functions)
             yield
-
-
-def _set_functions(modes: tuple[TorchFunctionMode, ...]) -> None:
-    for _ in _modes._get_current_function_mode_stack():
-        _modes._pop_mode()
-    for each in modes:
-        _modes._push_mode(each)
 
 
 def _set_autocast(states: tuple[tuple[str, bool, torch.dtype], ...]) -> None:

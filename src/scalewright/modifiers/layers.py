@@ -35,6 +35,7 @@ from scalewright.modifiers.storing import Loss, read_back, store
 from scalewright.numerics.apart import copied_apart
 from scalewright.numerics.hessian import Factor
 from scalewright.numerics.measure import Noise, signal_to_noise
+from scalewright.numerics.products import quick_linears
 from scalewright.numerics.scales import round_scale
 from scalewright.observers import Observer
 from scalewright.observers.base import QParamsDict
@@ -450,7 +451,8 @@ class WatchedLayer:
         sample = self.sample
         if sample is None or not isinstance(self.module, nn.Linear):
             return None
-        output = self.module.forward(sample)  # past all hooks
+        with quick_linears([self.weight]):
+            output = self.module.forward(sample)  # past all hooks
         return output if isinstance(output, Tensor) else None  # routers may give more than one
 
     def _static_inputs(self, before: Tensor, output_db: float) -> tuple[float | None, list[str]]:

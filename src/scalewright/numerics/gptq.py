@@ -136,7 +136,7 @@ def refit(
         scale_GR[group] += change_R
         step_BR = code_BR * change_R
         rounded_CR[columns_B] += step_BR
-        add_product_(pull_CR, hessian_CC[:, columns_B], step_BR.neg_())
+        add_product_(pull_CR, hessian_CC[:, columns_B], step_BR, alpha=-1)
     return rounded_CR, replace(book, scale_GR=scale_GR)
 
 
@@ -151,13 +151,12 @@ def corrected(
     what it should be as it can be.
     """
     order_C = torch.arange(len(weight_CR), device=weight_CR.device) if factor.order_C is None else factor.order_C
-    pull_CR = torch.zeros_like(weight_CR) if beside_CR is None else beside_CR.clone()
-    add_product_(pull_CR, cross_CC, weight_CR)
-    pull_CR = pull_CR[order_C]
-    half_CR = torch.linalg.solve_triangular(factor.upper_CC, pull_CR, upper=True)
-    whole_CR = torch.linalg.solve_triangular(factor.upper_CC.T, half_CR, upper=False)
+    if beside_CR is None:
+        pull_CR = product(cross_CC, weight_CR)
+    else:
+        pull_CR = add_product_(beside_CR.clone(), cross_CC, weight_CR)
     result_CR = weight_CR.clone()
-    result_CR[order_C] += share * whole_CR
+    result_CR[order_C] += share * factor.solved(pull_CR[order_C])
     return result_CR
 
 

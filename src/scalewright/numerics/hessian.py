@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalewright.numerics.products import add_product_, add_square_, product
+from scalewright.numerics.products import add_product_, add_square_, is_quick, product
 
-# T tokens, C columns of the weight (input channels).
+# T tokens, C columns of the weight (input channels), R rows of it, B columns of a block.
 
 _STRIP = 512  # columns of H that are mirrored, or turned round, at a time
+_BLOCK = 128  # columns that are solved for together
 _LOOKED_UP = 128  # columns of it whose places are looked up at a time
 _MOST_DAMPING = 1.0  # of the mean diagonal; beyond it H says nothing
 # How much of its own strength is added to each channel where there are as many tokens as columns, for each unit of
@@ -64,6 +65,32 @@ class Factor:
         ordered_RC = error_RC if self.order_C is None else error_RC[:, self.order_C]
         with_damping_R = product(ordered_RC, self.upper_CC).square().sum(dim=1)
         return (with_damping_R - error_RC.square() @ self.added_C).clamp(min=0)
+
+    def solved(self, x_CR: Tensor) -> Tensor:
+        """(R RT)^-1 x, of which the rows are in the order of R's columns; `x_CR` is spent.
+
+        Where products are by oneDNN, it goes block by block: MKL is slow to solve, with few columns and with many.
+        """
+        if not is_quick(self.upper_CC.T, x_CR):
+            half_CR = torch.linalg.solve_triangular(self.upper_CC, x_CR, upper=True)
+            whole_CR: Tensor = torch.linalg.solve_triangular(self.upper_CC.T, half_CR, upper=False)
+            return whole_CR
+        blocks = [slice(start, start + _BLOCK) for start in range(0, len(x_CR), _BLOCK)]
+        inverses = [_inverse(self.upper_CC[block, block]) for block in blocks]
+        for block, inverse_BB in zip(reversed(blocks), reversed(inverses), strict=True):
+            known = slice(block.stop, None)
+            add_product_(x_CR[block], self.upper_CC[block, known], x_CR[known], alpha=-1)
+            x_CR[block] = product(inverse_BB, x_CR[block])
+        for block, inverse_BB in zip(blocks, inverses, strict=True):
+            known = slice(None, block.start)
+            add_product_(x_CR[block], self.upper_CC[known, block].T, x_CR[known], alpha=-1)
+            x_CR[block] = product(inverse_BB.T, x_CR[block])
+        return x_CR
+
+
+def _inverse(upper_BB: Tensor) -> Tensor:
+    result_BB: Tensor = torch.linalg.solve_triangular(upper_BB, torch.eye(len(upper_BB)), upper=True)
+    return result_BB
 
 
 def factor(hessian_CC: Tensor, *, damping: float, is_ordered: bool, num_tokens: float = math.inf) -> Factor:

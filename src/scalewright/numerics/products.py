@@ -75,25 +75,25 @@ def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """`left @ right`."""
-    if not _takes_product(left_MK, right_KN):
+    if not is_quick(left_MK, right_KN):
         return left_MK @ right_KN
     return add_product_(left_MK.new_zeros(len(left_MK), right_KN.shape[1]), left_MK, right_KN)
 
 
-def add_product_(sum_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """`sum += left @ right`."""
-    if not _takes_product(left_MK, right_KN, sum_MN):
-        return sum_MN.addmm_(left_MK, right_KN)
+def add_product_(sum_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """`sum += alpha * left @ right`."""
+    if not is_quick(left_MK, right_KN, sum_MN):
+        return sum_MN.addmm_(left_MK, right_KN, alpha=alpha)
     for inner in _pieces(len(right_KN), _MOST):
         for rows in _pieces(len(sum_MN), _STRIP):
-            _add_(sum_MN[rows], left_MK[rows, inner], right_KN[inner])
+            _add_(sum_MN[rows], left_MK[rows, inner], right_KN[inner], alpha)
     return sum_MN
 
 
 def add_square_(sum_CC: Tensor, x_TC: Tensor) -> Tensor:
     """Add the upper triangle of xT x; some of what is below is touched, too."""
     columns = x_TC.shape[1]
-    if not _takes_product(x_TC.T, x_TC, sum_CC):
+    if not is_quick(x_TC.T, x_TC, sum_CC):
         for start in range(0, columns, _STRIP_OF_TORCH):
             rows = slice(start, start + _STRIP_OF_TORCH)
             sum_CC[rows, start:].addmm_(x_TC[:, rows].T, x_TC[:, start:])
@@ -108,11 +108,11 @@ def add_square_(sum_CC: Tensor, x_TC: Tensor) -> Tensor:
     return sum_CC
 
 
-def _add_(sum_MN: Tensor, left_ME: Tensor, right_EN: Tensor) -> None:
+def _add_(sum_MN: Tensor, left_ME: Tensor, right_EN: Tensor, alpha: float = 1.0) -> None:
     if _is_worth_it(left_ME.shape, right_EN.shape[1]):
-        sum_MN += _by_onednn(_in_rows(left_ME), right_EN.T, None)
+        sum_MN.add_(_by_onednn(_in_rows(left_ME), right_EN.T, None), alpha=alpha)
     else:
-        sum_MN.addmm_(left_ME, right_EN)
+        sum_MN.addmm_(left_ME, right_EN, alpha=alpha)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -173,7 +173,8 @@ def _takes_linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _takes_product(left_MK: Tensor, right_KN: Tensor, sum_MN: Tensor | None = None) -> bool:
+def is_quick(left_MK: Tensor, right_KN: Tensor, sum_MN: Tensor | None = None) -> bool:
+    """Whether a product of these, or of pieces of them, is not torch's own."""
     return (
         _is_worth_it(left_MK.shape, right_KN.shape[1])
         and prefers_onednn()
