@@ -89,7 +89,9 @@ class Factor:
 
 
 def _inverse(upper_BB: Tensor) -> Tensor:
-    result_BB: Tensor = torch.linalg.solve_triangular(upper_BB, torch.eye(len(upper_BB)), upper=True)
+    result_BB: Tensor = torch.linalg.solve_triangular(
+        upper_BB, torch.eye(len(upper_BB), device=upper_BB.device), upper=True
+    )
     return result_BB
 
 
