@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calibration.zoo import HIDDEN, SMALL, Animal, assert_same, text_batches, traces, zoo
 from scalewright import IMatrixGatherer, QuantizationModifier, SmoothQuantModifier, oneshot
-from scalewright.calibration import smoothing
+from scalewright.calibration.links import Trial
 from scalewright.calibration.plan import make_plan
 from scalewright.calibration.smoothing import Smoothing, smooth
 from scalewright.cli.progress import _UNITS
@@ -290,9 +290,9 @@ class Many(nn.Module):
 
 def test_links_that_do_not_hold_are_found_by_halves(monkeypatch):
     tried: list[int] = []
-    is_same = smoothing._Trial._is_same
+    is_same = Trial._is_same
     monkeypatch.setattr(
-        smoothing._Trial, "_is_same", lambda self, links, **how: tried.append(len(links)) or is_same(self, links, **how)
+        Trial, "_is_same", lambda self, links, **how: tried.append(len(links)) or is_same(self, links, **how)
     )
     found = smoothed(stack_of(Many(), Many(3)))
     expected = {f"blocks.{i}.pairs.{j}.first" for i in range(2) for j in range(16)} - {"blocks.1.pairs.3.first"}

@@ -15,10 +15,9 @@ whose output goes anywhere but into linear layers.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -28,24 +27,40 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor, nn
 
 from scalewright.calibration.distributed import Ranks
-from scalewright.calibration.lockstep import Enough, LockStep, tensors_in, with_tensors
+from scalewright.calibration.links import (
+    Change,
+    Kind,
+    Link,
+    Lost,
+    Noted,
+    Spec,
+    Trial,
+    are_alike,
+    called,
+    changes_of,
+    chosen,
+    in_single,
+    is_float16,
+    noting,
+    powers_of_giver,
+    spec_of,
+)
+from scalewright.calibration.lockstep import Enough, LockStep
 from scalewright.calibration.passes import ending_at, evaluating, last_head, without_cache
 from scalewright.calibration.pipelines import Batch, Calibration, OnStep, silent
 from scalewright.calibration.plan import Plan
 from scalewright.calibration.steps import Unit, units_of
-from scalewright.calibration.taps import Tap, first_tensor, tapped
+from scalewright.calibration.taps import Tap, tapped
 from scalewright.calibration.targets import Pattern
 from scalewright.errors import DataError, RecipeError
 from scalewright.modifiers import Modifier, QuantizationModifier, SmoothQuantModifier
 from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.modifiers.layers import WatchedLayer
 from scalewright.modifiers.shown import See, Shown
-from scalewright.numerics.smoothing import Rows, by_rows, exponents, rows_that_fit, times_two_to
+from scalewright.numerics.smoothing import Rows, exponents, rows_that_fit
 
 _MANY_BITS = 8  # of weights whose columns may become uneven
 _TRIED = 4  # layers in front of another that are tried, the nearest first
-_HEAD_SIZES = ("v_head_dim", "head_dim", "head_size")  # attributes by which modules say how large heads are
-_TRIAL = 4  # powers of two that trials go up and down
 _SLACK = 2.0**-5  # by which float16 may differ when a batch goes by twice, of its norm: others do not at all
 
 Words = list[list[Any]]
@@ -68,16 +83,6 @@ class Smoothing:
             for name, powers in theirs.items():
                 mine[name] = mine[name] + powers if name in mine else powers
         self.notes += other.notes
-
-
-@dataclass(frozen=True)
-class Link:
-    """Layers that are given the same input, and the module that gives it."""
-
-    giver: str
-    layers: tuple[str, ...]
-    rows: Rows | None = None
-    """Which rows of the giver's weight; None for a norm, which has a number for each channel."""
 
 
 def smoothed_layers(plan: Plan, modifier: SmoothQuantModifier) -> list[WatchedLayer]:
@@ -188,9 +193,9 @@ class _Smoother(Calibration):
     def smooth(self) -> Smoothing:
         """Even out the channels of all blocks."""
         self._found = Smoothing()
-        self._known: dict[_Kind, _Spec | None] = {}
-        self._slack = _SLACK if any(map(_is_half, self.model.parameters())) else 0.0
-        self._log: list[tuple[_Change, _Lost]] = []
+        self._known: dict[Kind, Spec | None] = {}
+        self._slack = _SLACK if any(map(is_float16, self.model.parameters())) else 0.0
+        self._log: list[tuple[Change, Lost]] = []
         owners = Counter(id(each) for module in self.model.modules() for each in module._parameters.values())
         self._unshared = {
             module
@@ -225,7 +230,7 @@ class _Smoother(Calibration):
                 own = [each for each in batches if each != twin]
                 is_same = (twin in batches) == (0 in batches)
                 if is_same and twin in batches:
-                    is_same = _are_alike(passes.arguments(0), passes.arguments(twin), slack=self._slack)
+                    is_same = are_alike(passes.arguments(0), passes.arguments(twin), slack=self._slack)
                 if not all(self.ranks.gather(is_same)):
                     self._undo(f"{name}: is given other numbers when what comes before it is smoothed")
                     break
@@ -237,7 +242,7 @@ class _Smoother(Calibration):
                     self._go_on(passes, own if left else own[:1])
                 self._go_on(passes, [each for each in batches if each == twin])
                 if not left:
-                    if not all(self.ranks.gather(_are_alike(ends.get(0), ends.get(twin), slack=self._slack))):
+                    if not all(self.ranks.gather(are_alike(ends.get(0), ends.get(twin), slack=self._slack))):
                         self._undo(f"{type(self.model).__name__}: says something else when it is smoothed")
                     break
         self._give_up()
@@ -344,37 +349,37 @@ class _Smoother(Calibration):
 
     def _tried(self, unit: Unit, rehearse: Callable[[], object]) -> list[Link]:
         """The links of a block that hold. What was found in one block is tried first in the next ones, all at once."""
-        with _in_single(unit.module):
+        with in_single(unit.module):
             return self._tried_in_single(unit, rehearse)
 
     def _tried_in_single(self, unit: Unit, rehearse: Callable[[], object]) -> list[Link]:
-        with _noting(unit.name, unit.module) as noted:
+        with noting(unit.name, unit.module) as noted:
             rehearse()
-        trial = _Trial(self.model, unit.module, rehearse, noted.left)
+        trial = Trial(self.model, unit.module, rehearse, noted.left)
         kinds = self._offered(unit, noted)
         for kind, offers in kinds.items():
             if kind not in self._known:
-                specs = dict.fromkeys(_spec(link) for links in offers for link in links)
-                held = next((spec for spec in specs if trial.holds(_chosen(offers, spec))), None)
-                if held is None or trial.matters(_chosen(offers, held)):
+                specs = dict.fromkeys(spec_of(link) for links in offers for link in links)
+                held = next((spec for spec in specs if trial.holds(chosen(offers, spec))), None)
+                if held is None or trial.matters(chosen(offers, held)):
                     self._known[kind] = held
-        found = [link for kind, offers in kinds.items() for link in _chosen(offers, self._known.get(kind))]
+        found = [link for kind, offers in kinds.items() for link in chosen(offers, self._known.get(kind))]
         return list(trial.those_that_hold(found))
 
-    def _offered(self, unit: Unit, noted: _Noted) -> dict[_Kind, list[list[Link]]]:
+    def _offered(self, unit: Unit, noted: Noted) -> dict[Kind, list[list[Link]]]:
         """What may give the layers of a block their inputs, likely ones first: for each set of layers with one input,
         by what they are called.
         """
         wanted = {layer.name for layer in unit.layers}
-        offered: dict[_Kind, list[list[Link]]] = {}
+        offered: dict[Kind, list[list[Link]]] = {}
         for names in noted.sharing_an_input():
             is_theirs = any(name in wanted for name in names) and self.delicate.isdisjoint(names)
             is_theirs = is_theirs and all(self._may_change(name, noted) for name in names)
             if is_theirs:
-                offered.setdefault(tuple(map(_called, names)), []).append(self._links(names, wanted, noted))
+                offered.setdefault(tuple(map(called, names)), []).append(self._links(names, wanted, noted))
         return offered
 
-    def _links(self, names: Sequence[str], wanted: set[str], noted: _Noted) -> list[Link]:
+    def _links(self, names: Sequence[str], wanted: set[str], noted: Noted) -> list[Link]:
         columns = noted.modules[names[0]].in_features
         norm = noted.norm_before(names[0])
         if norm is not None:
@@ -390,7 +395,7 @@ class _Smoother(Calibration):
             for rows in rows_that_fit(noted.modules[giver].out_features, columns, noted.heads)
         ]
 
-    def _may_change(self, name: str, noted: _Noted) -> bool:
+    def _may_change(self, name: str, noted: Noted) -> bool:
         """Whether a module's weight is its own, and met once."""
         module = noted.modules[name]
         return (
@@ -418,8 +423,10 @@ class _Smoother(Calibration):
             for change, value in changes:
                 before = change.now.detach()
                 self._put(change, value)
-                self._log.append((change, _Lost.by(change, before)))
-            done = Smoothing(dict.fromkeys(link.layers, powers_C), {link.giver: -_of_giver(self.model, link, powers_C)})
+                self._log.append((change, Lost.by(change, before)))
+            done = Smoothing(
+                dict.fromkeys(link.layers, powers_C), {link.giver: -powers_of_giver(self.model, link, powers_C)}
+            )
             self._found.add(done)
 
     def _undo(self, why: str) -> None:
@@ -428,277 +435,10 @@ class _Smoother(Calibration):
             self._put(change, lost.found_in(change.undone()))
         self._found = Smoothing(notes=[f"{why}, so nothing is smoothed."])
 
-    def _put(self, change: _Change, value: Tensor) -> None:
+    def _put(self, change: Change, value: Tensor) -> None:
         setattr(change.module, change.key, nn.Parameter(value, requires_grad=change.now.requires_grad))
         if self.weights is not None:
             self.weights.moved(change.module)
-
-
-# ---- links -----------------------------------------------------------------------------------------------------------
-
-_Kind = tuple[str, ...]
-"""What layers with one input are called, whichever block they are in."""
-_Spec = tuple[str, Rows | None]
-
-
-def _called(name: str) -> str:
-    """A name in which the numbers of blocks and experts do not count; those of layers, as in fc1, do."""
-    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
-
-
-def _spec(link: Link) -> _Spec:
-    return _called(link.giver), link.rows
-
-
-def _chosen(offers: Sequence[Sequence[Link]], spec: _Spec | None) -> list[Link]:
-    """The links of one kind, of those that are nearest where there are several."""
-    found = (next((link for link in links if _spec(link) == spec), None) for links in offers)
-    return [link for link in found if link is not None]
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What is done to one parameter: its rows (`dim` 0) or columns (1) are multiplied with powers of two."""
-
-    module: nn.Module
-    key: str
-    powers: Tensor
-    dim: int
-
-    @property
-    def now(self) -> nn.Parameter:
-        """The parameter as it is."""
-        parameter = self.module._parameters[self.key]
-        assert parameter is not None
-        return parameter
-
-    def done(self) -> Tensor:
-        """What becomes of it."""
-        return times_two_to(self.now.detach(), self.powers, dim=self.dim)
-
-    def undone(self) -> Tensor:
-        """What it was before, but for what was lost."""
-        return times_two_to(self.now.detach(), -self.powers, dim=self.dim)
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """Numbers that became too small to keep their digits: where they are in a tensor, and what they were."""
-
-    places: Tensor
-    values: Tensor
-
-    @classmethod
-    def by(cls, change: _Change, before: Tensor) -> _Lost:
-        """What a change that has been made has cost."""
-        places = (change.undone() != before).flatten().nonzero().flatten()
-        return cls(places.to(torch.int32) if before.numel() < 2**31 else places, before.flatten()[places])
-
-    def found_in(self, tensor: Tensor) -> Tensor:
-        """The tensor with these numbers in their places."""
-        return tensor.flatten().index_copy(0, self.places.long(), self.values).reshape(tensor.shape)
-
-
-def changes_of(model: nn.Module, link: Link, powers_C: Tensor) -> list[_Change]:
-    """What is done to the parameters of a link's modules."""
-    giver = model.get_submodule(link.giver)
-    powers_R = _of_giver(model, link, powers_C)
-    found = [_Change(giver, key, -powers_R, 0) for key in ("weight", "bias") if giver._parameters.get(key) is not None]
-    return found + [_Change(model.get_submodule(name), "weight", powers_C, 1) for name in link.layers]
-
-
-def _of_giver(model: nn.Module, link: Link, powers_C: Tensor) -> Tensor:
-    """The powers of the rows that give the channels; zero for rows that give none."""
-    weight = model.get_submodule(link.giver).weight
-    assert isinstance(weight, Tensor)
-    return by_rows(powers_C, None if link.rows is None else link.rows.of(len(powers_C)), len(weight))
-
-
-# ---- one rehearsal ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Noted:
-    """What was seen of a block while it was rehearsed: who was given what, and made what, in the order of calls."""
-
-    modules: dict[str, Any] = field(default_factory=dict)
-    """Those with parameters of their own, by name."""
-    calls: Counter[str] = field(default_factory=Counter)
-    given: list[tuple[str, Tensor, int]] = field(default_factory=list)
-    made: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    heads: tuple[int, ...] = ()
-    """Sizes that modules say their heads have."""
-    left: list[Tensor] = field(default_factory=list)
-    """What the block gave back, and what it was given, as it is then."""
-
-    def sharing_an_input(self) -> list[list[str]]:
-        """Linear layers that are given one tensor, where everybody with parameters who is given it is one."""
-        groups: dict[tuple[int, int], list[str]] = {}
-        for name, value, version in self.given:
-            names = groups.setdefault((id(value), version), [])
-            if name not in names:
-                names.append(name)
-        return [names for names in groups.values() if all(isinstance(self.modules[name], nn.Linear) for name in names)]
-
-    def norm_before(self, layer: str) -> str | None:
-        """The module, no linear layer, whose output is what a layer is given."""
-        value, version = next((value, version) for name, value, version in self.given if name == layer)
-        makers = [name for name, (made, then) in self.made.items() if made is value and then == version]
-        return next((name for name in makers if not isinstance(self.modules[name], nn.Linear)), None)
-
-    def linear_before(self, layer: str) -> list[str]:
-        """Linear layers that were called before a layer, the last ones first."""
-        order = [name for name, *_ in self.given]
-        before = [name for name in order[: order.index(layer)] if isinstance(self.modules[name], nn.Linear)]
-        return list(dict.fromkeys(reversed(before)))
-
-
-@contextmanager
-def _noting(block_name: str, block: nn.Module) -> Iterator[_Noted]:
-    """While inside, the block may be run, once."""
-    noted = _Noted()
-
-    def note_input(name: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        value = first_tensor((*args, *keywords.values()))
-        noted.calls[name] += 1
-        if value is not None:
-            noted.given.append((name, value, _version(value)))
-
-    def note_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            noted.made[name] = (output, _version(output))
-
-    named = [(f"{block_name}.{local}" if local else block_name, module) for local, module in block.named_modules()]
-    noted.modules = {name: each for name, each in named if any(one is not None for one in each._parameters.values())}
-    heads = (getattr(module, attribute, None) for _, module in named for attribute in _HEAD_SIZES)
-    noted.heads = tuple(dict.fromkeys(each for each in heads if isinstance(each, int) and each > 0))
-    with ExitStack() as stack, _keeping(block, noted.left):
-        for name, module in noted.modules.items():
-            hook = module.register_forward_pre_hook(partial(note_input, name), with_kwargs=True)
-            stack.callback(hook.remove)
-            stack.callback(module.register_forward_hook(partial(note_output, name)).remove)
-        yield noted
-
-
-@contextmanager
-def _keeping(block: nn.Module, into: list[Tensor]) -> Iterator[None]:
-    """While inside, the tensors that the block gave last are in the list, and those that it was given: what it has
-    written into them, or put into a list or a dictionary, is for the next ones, too.
-    """
-
-    def keep(_: nn.Module, args: Any, keywords: Any, output: Any) -> None:
-        into[:] = tensors_in((output, args, keywords))
-
-    hook = block.register_forward_hook(keep, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Whether a block leaves what is `expected` when channels are scaled there and back."""
-
-    model: nn.Module
-    block: nn.Module
-    rehearse: Callable[[], object]
-    expected: Sequence[Tensor]
-
-    def those_that_hold(self, links: Sequence[Link]) -> Sequence[Link]:
-        """Those of some links for which it does, tried together, and in halves if they do not all hold."""
-        if self.holds(links):
-            return links
-        half = len(links) // 2
-        return [*self.those_that_hold(links[:half]), *self.those_that_hold(links[half:])] if half else []
-
-    def holds(self, links: Sequence[Link]) -> bool:
-        """Whether it does for some links at once."""
-        return not links or self._is_same(links)
-
-    def matters(self, links: Sequence[Link]) -> bool:
-        """Whether it says something else if only those are changed that give channels. Else a trial means nothing: a
-        layer of zeros takes anything.
-        """
-        return not self._is_same(links, is_half=True)
-
-    def _is_same(self, links: Sequence[Link], *, is_half: bool = False) -> bool:
-        random = torch.Generator().manual_seed(0)
-        before: list[tuple[_Change, nn.Parameter]] = []
-        left: list[Tensor] = []
-        try:
-            for link in links:
-                powers_C = self._powers(link, random)
-                for change in changes_of(self.model, link, powers_C):
-                    if is_half and change.dim == 1:
-                        continue
-                    before.append((change, change.now))
-                    change.module._parameters[change.key] = nn.Parameter(change.done(), requires_grad=False)
-            with _keeping(self.block, left):
-                self.rehearse()
-        finally:
-            for change, parameter in reversed(before):
-                change.module._parameters[change.key] = parameter
-        return bool(left) and _are_alike(left, self.expected)
-
-    def _powers(self, link: Link, random: torch.Generator) -> Tensor:
-        columns = int(getattr(self.model.get_submodule(link.layers[0]), "in_features"))  # noqa: B009
-        row_C = torch.arange(columns) if link.rows is None else link.rows.of(columns)
-        rows, place_C = torch.unique(row_C, return_inverse=True)
-        powers = torch.randint(1, _TRIAL + 1, (len(rows),), generator=random)
-        powers *= 1 - 2 * torch.randint(2, (len(rows),), generator=random)
-        powers[:2] = powers[:2].abs() * torch.tensor([1, -1])[: len(rows)]  # few channels, too, must differ
-        return powers[place_C]
-
-
-@contextmanager
-def _in_single(block: nn.Module) -> Iterator[None]:
-    """While inside, what a block has and is given in float16 is float32, which has exponents enough."""
-    stores: list[dict[str, Any]] = [
-        store for module in block.modules() for store in (module._parameters, module._buffers)
-    ]
-    kept = [(store, key, each) for store in stores for key, each in store.items() if each is not None if _is_half(each)]
-
-    def widen(_: nn.Module, args: Any, keywords: Any) -> Any:
-        return with_tensors((args, keywords), lambda each: each.float() if _is_half(each) else each)
-
-    hook = block.register_forward_pre_hook(widen, with_kwargs=True)
-    try:
-        for store, key, each in kept:
-            wide = each.detach().float()
-            store[key] = nn.Parameter(wide, requires_grad=False) if isinstance(each, nn.Parameter) else wide
-        yield
-    finally:
-        hook.remove()
-        for store, key, each in kept:
-            store[key] = each
-
-
-def _is_half(value: Tensor) -> bool:
-    return value.dtype == torch.float16
-
-
-def _are_alike(some: Any, others: Any, *, slack: float = 0.0) -> bool:
-    """Whether all tensors of two values are the same, bit for bit, or but for some part of their norm."""
-    tensors, theirs = tensors_in(some), tensors_in(others)
-    return len(tensors) == len(theirs) and all(
-        _are_same(one, other, slack) for one, other in zip(tensors, theirs, strict=True)
-    )
-
-
-def _are_same(one: Tensor, other: Tensor, slack: float) -> bool:
-    if torch.equal(one, other):
-        return True
-    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
-        return False
-    both = one.isnan()
-    if not torch.equal(both, other.isnan()):
-        return False
-    one, other = (each.masked_fill(both, 0) for each in (one, other))
-    if not slack:
-        return torch.equal(one, other)
-    one, other = one.double(), other.double()
-    return bool((one - other).norm() <= slack * one.norm())
 
 
 def _heaviest(model: nn.Module, name: str) -> Tensor:
@@ -714,7 +454,3 @@ def _loudest(shown: Shown) -> Tensor | None:
     if shown.mask is not None:
         value_TC = value_TC[shown.mask.reshape(-1).bool()]
     return value_TC.abs().amax(dim=0).float() if len(value_TC) else None
-
-
-def _version(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
