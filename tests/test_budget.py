@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from command_line import error_of, run
-from scalewright import GPTQModifier, QuantizationModifier, Recipe, oneshot
+from scalewright import GPTQModifier, QuantizationModifier, Recipe, SmoothQuantModifier, oneshot
 from scalewright.budget import share_out, solve
 from scalewright.errors import RecipeError
 from scalewright.modifiers.base import LEFT_ALONE
@@ -150,6 +150,19 @@ def test_each_scheme_is_rounded_as_its_quality_says(quality, kind, count):
         "int4, groups of 32",
         "int8, groups of 32",
     ]
+
+
+@pytest.mark.parametrize("quality", ["fast", "balanced", "best"])
+def test_layers_with_integer_inputs_are_smoothed_as_their_quality_says(quality):
+    found = measure_sensitivity(llama(), IDS, schemes=("W4A16", "W8A8"), group_size=32, quality=quality)
+    recipe = share_out(found, 6.0).recipe
+    quantising = [each for each in recipe.modifiers if type(each) is not SmoothQuantModifier]
+    named = [name for each in quantising for name in each.given["scheme"].get("W8A8", [])]
+    smoothing = [each for each in recipe.modifiers if type(each) is SmoothQuantModifier]
+    assert named and [each.targets for each in smoothing] == ([] if quality == "fast" else [named])
+    result = oneshot(llama(), recipe=recipe, dataset=IDS)
+    assert len(result.layers) == 14 and result.smoothing.inputs.keys() <= set(named)
+    assert bool(result.smoothing.inputs) or not smoothing or any("smoothed" in note for note in result.notes)
 
 
 def bits_in(folder: Path, original: torch.nn.Module) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalewright.errors import RecipeError
-from scalewright.modifiers import IMatrixGatherer, Modifier
+from scalewright.modifiers import IMatrixGatherer, Modifier, SmoothQuantModifier
 from scalewright.modifiers.base import LEFT_ALONE
 from scalewright.quality import recipe_for
 from scalewright.recipe import Recipe
@@ -98,6 +98,7 @@ def _recipe(found: Sensitivity, chosen: dict[str, str], *, importance: str | Pat
     """
     ignored = list(found.ignore or LEFT_ALONE)
     modifiers: list[Modifier] = []
+    smoothed: list[str] = []
     for scheme in found.schemes:
         names = [name for group in found.groups if chosen[group.name] == scheme for name in group.layers]
         if names:
@@ -111,9 +112,12 @@ def _recipe(found: Sensitivity, chosen: dict[str, str], *, importance: str | Pat
                 ignore=ignored,
                 positive_scales=found.positive_scales,
             )
-            modifiers = _joined(modifiers, of_quality.modifiers[0])
+            *before, modifier = of_quality.modifiers
+            smoothed += names if any(isinstance(each, SmoothQuantModifier) for each in before) else []
+            modifiers = _joined(modifiers, modifier)
+    smoothers = [SmoothQuantModifier(targets=smoothed)] if smoothed else []
     gatherers = [] if importance is None else [IMatrixGatherer(file=importance, ignore=ignored)]
-    return Recipe.of([*gatherers, *modifiers])
+    return Recipe.of([*smoothers, *gatherers, *modifiers])
 
 
 def _joined(modifiers: list[Modifier], new: Modifier) -> list[Modifier]:

@@ -69,7 +69,7 @@ def quantising(options, *, at):
     "options",
     [
         "scheme='W4A16', quality='fast'",
-        f"scheme='W8A8', dataset={TOKENS}, pipeline='sequential'",
+        f"scheme='W8A8', quality='fast', dataset={TOKENS}, pipeline='sequential'",
         f"scheme='W4A16', quality='best', dataset={TOKENS}",
     ],
     ids=["data-free", "static", "GPTQ"],

@@ -58,7 +58,7 @@ def candidate_schemes(
             observer=observer,
             positive_scales=positive_scales,
         )
-        (modifier,) = recipe.modifiers
+        modifier = recipe.modifiers[-1]  # before which inputs may be smoothed
         assert isinstance(modifier, QuantizationModifier)
         candidates[name] = modifier.groups[0].scheme
     recipe_for(quality, names[0])  # says no to a quality that there is not
