@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from zoo import ANIMALS, Animal, assert_same, traces, zoo
 
 from scalewright.calibration.experts import unfuse_experts
@@ -162,8 +163,25 @@ class Switching(nn.Module):
         return x.detach().clone()
 
 
+class Noting(TorchFunctionMode):
+    """A mode that stands in for functions of torch, and notes how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_asked += func is nn.functional.linear
+        return func(*args, **(kwargs or {}))
+
+
+class OtherNoting(Noting):
+    """Another one."""
+
+
 def modes() -> tuple[Any, ...]:
     return (
+        [type(each) for each in _get_current_function_mode_stack()],
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -178,6 +196,8 @@ MODES: list[Callable[[], Any]] = [
     torch.inference_mode,
     lambda: torch.autocast("cpu", dtype=torch.float16),
     lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    Noting,
+    OtherNoting,
 ]
 
 
@@ -200,6 +220,39 @@ def test_each_pass_keeps_its_modes_and_the_caller_keeps_his(outside: Callable[[]
     assert model.found == expected
     for i, each in enumerate(outputs):
         assert_same(lockstep.outputs[i], each)
+
+
+def test_passes_and_nothing_else_are_run_within() -> None:
+    model, noting = Switching(MODES), Noting()
+    with noting:
+        outputs = [model(batch) for batch in range(len(MODES))]
+    expected, model.found = model.found, {}
+    num_asked, noting.num_asked = noting.num_asked, 0
+    assert num_asked == 3 * len(MODES)
+    blocks = {str(i): each for i, each in enumerate(model.blocks)}
+    lockstep = LockStep(blocks, model, len(MODES), within=lambda: noting)
+    with OtherNoting() as outside, lockstep.running():
+        for _, batches in lockstep.steps():
+            for batch in batches[::-1]:
+                lockstep.go_on(batch)
+                assert _get_current_function_mode_stack() == [outside]
+    assert noting.num_asked == num_asked
+    for batch, found in model.found.items():
+        for (place, (entered, *others)), (_, (entered_before, *before)) in zip(found, expected[batch], strict=True):
+            assert (place, others, entered) == (batch, before, [OtherNoting, *entered_before])
+    for i, each in enumerate(outputs):
+        assert_same(lockstep.outputs[i], each)
+
+
+def test_a_rehearsal_is_in_the_modes_of_who_asks_for_it() -> None:
+    model, noting = Switching([nullcontext]), Noting()
+    lockstep = LockStep({"1": model.blocks[1]}, model, 1)
+    with lockstep.running():
+        for _, [batch] in lockstep.steps():
+            with noting:
+                lockstep.rehearse(batch)
+            lockstep.go_on(batch)
+    assert noting.num_asked == 1
 
 
 def test_modes_are_the_callers_after_passes_were_ended_half_way() -> None:

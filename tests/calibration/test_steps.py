@@ -18,6 +18,7 @@ from zoo import ANIMALS, HIDDEN, Animal, Counter, traces, zoo
 
 from scalewright.calibration import lockstep, pipelines
 from scalewright.calibration.experts import showing_all_tokens, unfuse_experts
+from scalewright.calibration.passes import quickly
 from scalewright.calibration.pipelines import Calibration
 from scalewright.calibration.steps import Unit, steps_of
 from scalewright.errors import CalibrationError
@@ -436,7 +437,7 @@ def inputs_of(model: nn.Module, names: Iterable[str], animal: Animal, *, shows_a
         model.get_submodule(name).register_forward_pre_hook(lambda _, args, own=own: own.append(args[0].clone()))
         for name, own in seen.items()
     ]
-    with torch.no_grad(), showing_all_tokens(model, on=shows_all):
+    with torch.no_grad(), showing_all_tokens(model, on=shows_all), quickly(model):
         for batch in copy.deepcopy(animal.batches):
             model(**batch)
     for hook in hooks:
@@ -509,6 +510,14 @@ def test_layers_are_shown_what_plain_passes_give(case: str, monkeypatch: pytest.
         for name in step:
             by_hand.set_submodule(name, copy.deepcopy(animal.model.get_submodule(name)))
     assert not is_corrected or num_changed > len(names) / 3
+
+
+@pytest.mark.parametrize("case", ["mixtral", "turning", "compressed", "llava"])
+def test_they_are_shown_it_whoever_multiplies(
+    case: str, monkeypatch: pytest.MonkeyPatch, products_by_onednn: list[int]
+) -> None:
+    test_layers_are_shown_what_plain_passes_give(case, monkeypatch)
+    assert products_by_onednn[0] > 100
 
 
 def _are_equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:

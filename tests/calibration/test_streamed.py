@@ -81,6 +81,14 @@ def test_what_is_given_up_was_not_needed(name, pipeline, tmp_path):
         assert layer.module.weight_scale.device.type == "meta"
 
 
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "forking"])
+def test_whoever_multiplies_does_so_in_all_passes(name, pipeline, tmp_path, products_by_onednn):
+    """Those that wait for each other, and those that do not."""
+    test_what_is_given_up_was_not_needed(name, pipeline, tmp_path)
+    assert products_by_onednn[0] > 20
+
+
 def test_what_observers_have_seen_is_let_go_of_with_their_unit(tmp_path, monkeypatch):
     """Also where they are fused, and know each other; nothing is left for Python's search for cycles."""
     animal = zoo("llama")

@@ -10,6 +10,7 @@ from scalewright import QuantizationModifier, oneshot
 from scalewright.checkpoint.fingerprint import SourceFiles, digest_of_data, fingerprint_of
 from scalewright.checkpoint.journal import partial_of
 from scalewright.errors import ModelError, OutputError
+from scalewright.numerics import products
 from scalewright.recipe import Recipe
 
 
@@ -136,6 +137,15 @@ def test_every_byte_of_a_model_object_counts(dtype):
         prints.append(fingerprint_of(SourceFiles.of(model), model, RECIPE, [], [], []))
     assert len({each["model"] for each in prints}) == len(prints)
     assert len({each["recipe"] for each in prints}) == 1
+
+
+def test_who_multiplies_counts(monkeypatch):
+    """A run goes on only with sums in the order that it began with."""
+    model, prints = torch.nn.Module(), []
+    for is_preferred in (False, True):
+        monkeypatch.setattr(products, "prefers_onednn", lambda it=is_preferred: it)
+        prints.append(fingerprint_of(SourceFiles.of(model), model, RECIPE, [], [], []))
+    assert {name for name in prints[0] if prints[0][name] != prints[1][name]} == {"set of versions"}
 
 
 def test_the_contents_of_a_file_that_the_recipe_names_count(tmp_path):

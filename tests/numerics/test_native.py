@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from scalewright.numerics import native
+from scalewright.numerics import native, products
 from scalewright.numerics.grids import E2M1, E4M3, Grid, grid_of
 
 INT4, INT8 = Grid("int4", -8, 7), Grid("int8", -128, 127)
@@ -242,8 +242,8 @@ def test_lines_are_looked_up(columns, is_weighted, size, segment, threads):
 
 
 def test_the_environment_can_do_without_them():
-    code = "from scalewright.numerics import native; print(native.kernels())"
-    for wish, found in (("torch", "torch"), ("", "native")):
+    code = "from scalewright.numerics import native, products; print(native.kernels(), products.multiplier())"
+    for wish, found in (("torch", "torch torch"), ("", f"native {products.multiplier()}")):
         ran = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "SCALEWRIGHT_KERNELS": wish},
